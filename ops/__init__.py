@@ -1,0 +1,7 @@
+"""The operators' contract: schema, checks, meaning (reference) and the plain CPU kernel. Imports torch only."""
+
+from __future__ import annotations
+
+from .register import dequantize, experts
+
+__all__ = ["dequantize", "experts"]

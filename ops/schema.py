@@ -1,0 +1,24 @@
+"""Names and schemas of the operators: the one place where their signatures stand."""
+
+from __future__ import annotations
+
+from typing import Final
+
+NAMESPACE: Final = "int8moe"
+
+EXPERTS: Final = (
+    "experts(Tensor hidden_states, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, "
+    'Tensor topk_weights, Tensor topk_ids, *, str activation_quant="token", '
+    "Tensor? a13_scale=None, Tensor? a2_scale=None, Tensor? w13_bias=None, Tensor? w2_bias=None, "
+    'str activation="silu", float alpha=1.0, float beta=0.0, float? limit=None, bool gated=True, '
+    "Tensor? expert_map=None, bool apply_router_weight_on_input=False, "
+    "ScalarType? out_dtype=None) -> Tensor"
+)
+DEQUANTIZE: Final = (
+    "dequantize(Tensor codes, Tensor scale, *, ScalarType dtype, "
+    'str activation_quant="token", Tensor? a_scale=None) -> Tensor'
+)
+NO_BACKWARD: Final = "no_backward(Tensor grad) -> Tensor"
+
+ACTIVATION_QUANTS: Final = ("token", "tensor", "static", "none")
+ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
