@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import fx
 
 
 def below_autograd() -> AbstractContextManager[None]:
@@ -40,3 +43,71 @@ def sizes_equal(left: Any, right: Any) -> bool:
         torch._check(equal)
         return True
     return bool(equal)
+
+
+def int8_dot_compiles(capability: tuple[int, int], is_rocm: bool) -> bool:
+    """Say whether a Triton is there whose int8 ``tl.dot`` compiles for a device.
+
+    Compiled offline for sm_75, a 64x64x64 int8 dot fails with Triton 3.6.0, 3.7.1, 3.8.0 and 3.9.0
+    alike ("arith.extf operand must be floating-point-like"; triton-lang/triton#9349, open), and
+    for sm_80 it compiles with each. Put a version comparison here once a release has the fix.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return is_rocm or capability >= (8, 0)
+
+
+def literal(value: float) -> float:
+    """Return a float that a graph carries as a guarded literal, also under ``dynamic=True``.
+
+    There a float attribute of a module would become a 0-d graph input, which hides its value from
+    graph passes. Removable when Dynamo has a public way to specialise one float.
+    """
+    if not torch.compiler.is_compiling():
+        return value
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    return float(guard_scalar(value))
+
+
+def choose_experts_implementation(config: Any, name: str) -> None:
+    """Set the experts implementation of one transformers config and of none below it.
+
+    The public setter of transformers 5.10-5.23 passes the name on to every sub-config, over what
+    the user chose there. Removable when it can be told not to.
+    """
+    internal = "_experts_implementation_internal"
+    setattr(config, internal if hasattr(config, internal) else "_experts_implementation", name)
+
+
+def trace_functional(
+    function: Callable[..., Any],
+    inputs: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    device: torch.device,
+) -> fx.GraphModule:
+    """Trace a function of fake tensors to the graph that Inductor's joint passes would see.
+
+    Functional, decomposed as Inductor does, outside whatever compilation is going on, and with
+    torch.compiler.is_compiling() true, because model code branches on it. Removable when torch
+    has a public way to trace a function as AOTAutograd does.
+    """
+    from torch._guards import tracing
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    functional = torch.func.functionalize(function, remove="mutations")
+    was_compiling = torch.compiler._is_compiling_flag
+    with (
+        tracing(None),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        FakeTensorMode(),
+    ):
+        examples = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in inputs]
+        torch.compiler._is_compiling_flag = True
+        try:
+            return make_fx(functional, decomposition_table=select_decomp_table())(*examples)
+        finally:
+            torch.compiler._is_compiling_flag = was_compiling
