@@ -45,6 +45,31 @@ def sizes_equal(left: Any, right: Any) -> bool:
     return bool(equal)
 
 
+def size_hint(size: Any) -> Any:
+    """Return the number behind a traced size in the call being traced, for use in a message.
+
+    An unbacked size has none and comes back as it is. Adds no guard.
+    Removable when torch offers this in one public call.
+    """
+    node = getattr(size, "node", None)
+    if node is None or not node.has_hint():
+        return size
+    return node.hint
+
+
+def cpu_matmul_rounds_inputs() -> bool:
+    """Say whether the user lets fp32 matrix products on CPU round their inputs (bf16, tf32).
+
+    Removable when torch.get_float32_matmul_precision answers after the per-backend settings were
+    used, too (it raises then in 2.13).
+    """
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    precision = getattr(matmul, "fp32_precision", None)
+    if precision is None:
+        return torch.get_float32_matmul_precision() != "highest"
+    return precision not in ("none", "ieee")
+
+
 def int8_dot_compiles(capability: tuple[int, int], is_rocm: bool) -> bool:
     """Say whether a Triton is there whose int8 ``tl.dot`` compiles for a device.
 

@@ -1,0 +1,90 @@
+"""The experts implementation "int8moe" of transformers, and a module's operator arguments."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from .. import registry
+from .gates import UnknownGateError
+from .record import live_record
+from .view import BIAS, INPUT_SCALE, SCALE, ExpertsView, is_complete
+
+IMPLEMENTATION: Final = "int8moe"
+# The default of transformers, the only name that quantize_ replaces.
+DEFAULT_IMPLEMENTATION: Final = "grouped_mm"
+
+
+def experts_arguments(module: nn.Module) -> dict[str, Any]:
+    """Return a quantised module's keyword arguments for ``torch.ops.int8moe.experts``.
+
+    Everything but hidden_states, topk_weights and topk_ids. The gate's numbers are those of the
+    module now, not of when it was quantised. Raises UnknownGateError if its gate became unknown.
+    """
+    record = live_record(module)
+    structure = record.structure
+    gate, w13, w2 = structure.gate, structure.w13_name, structure.w2_name
+    arguments: dict[str, Any] = {
+        "w13": getattr(module, w13),
+        "w13_scale": getattr(module, w13 + SCALE),
+        "w2": getattr(module, w2),
+        "w2_scale": getattr(module, w2 + SCALE),
+        "activation_quant": record.scheme.activation_quant,
+        "activation": gate.activation,
+        "alpha": gate.alpha,
+        "beta": gate.beta,
+        "limit": gate.limit,
+        "gated": gate.gated,
+    }
+    if record.scheme.activation_quant == "static":
+        arguments["a13_scale"] = getattr(module, w13 + INPUT_SCALE)
+        arguments["a2_scale"] = getattr(module, w2 + INPUT_SCALE)
+    if structure.layout.has_bias:
+        arguments["w13_bias"] = getattr(module, w13 + BIAS)
+        arguments["w2_bias"] = getattr(module, w2 + BIAS)
+    return arguments
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Run a module's experts: the operator where it can stand alone, otherwise transformers' code.
+
+    The operator runs in eager mode when no gradient is wanted. While compiling, the graph pass
+    decides; a gradient needs float weights; an unquantised module has no codes.
+    """
+    if not torch.compiler.is_compiling():
+        arguments = _eager_arguments(self, hidden_states, top_k_weights)
+        if arguments is not None:
+            result = torch.ops.int8moe.experts(
+                hidden_states, topk_weights=top_k_weights, topk_ids=top_k_index, **arguments
+            )
+            return cast(Tensor, result)
+    return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+
+
+def _eager_arguments(
+    view: object, hidden_states: Tensor, top_k_weights: Tensor
+) -> dict[str, Any] | None:
+    """Return the operator's arguments, None where transformers' own code has to run."""
+    if not isinstance(view, ExpertsView) or not is_complete(view._module):
+        return None
+    wanted = hidden_states.requires_grad or top_k_weights.requires_grad
+    if torch.is_grad_enabled() and wanted:
+        return None
+    if hidden_states.device.type not in registry.KERNELS:
+        return None
+    try:
+        return experts_arguments(view._module)
+    except UnknownGateError:
+        return None
+
+
+@functools.cache
+def register() -> None:
+    """Register the implementation with transformers, once a process."""
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)

@@ -1,0 +1,288 @@
+"""Quantise the experts of a Hugging Face model in place: the implementation behind quantize_."""
+
+from __future__ import annotations
+
+import fnmatch
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from .ops.quantize import quantize_weight
+from .oracle import MoeProblem, select_int8_moe_backend
+from .passes.layouts import Which, from_hf_bias, from_hf_layout
+from .schemes import INT8_STATIC_TENSOR, Scheme, parse_scheme
+from .structure import ExpertsStructure, Layout
+
+if TYPE_CHECKING:
+    from .hf.record import ExpertsRecord
+
+FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Name one module that is to be quantised, and how."""
+
+    name: str
+    module: nn.Module
+    record: ExpertsRecord
+    input_scales: tuple[Tensor, Tensor] | None = None
+
+
+def quantize_(
+    model: nn.Module,
+    scheme: str | Scheme = "w8a8",
+    *,
+    skip: str | Sequence[str] = (),
+    calibration: Iterable[Any] | None = None,
+) -> nn.Module:
+    """Quantise every experts module of a Hugging Face model to int8, in place; return the model.
+
+    Weights go expert by expert, from bf16, fp16 or fp32. skip: fnmatch patterns of module names.
+    calibration: an iterable of model inputs (tensor, dict or tuple) for "w8a8_static". A module
+    that is quantised already stays as it is. One that cannot be quantised is left as it was, with
+    one warning, and the reason is kept for explain.
+
+    Raises ValueError: no experts module in the model, an unknown scheme, a weight on the meta
+    device, another scheme than the one a module has, calibration missing or superfluous.
+    """
+    # Importing it imports transformers, which a bare import of the package must not do.
+    from .hf import find_experts
+
+    wanted = parse_scheme(scheme)
+    patterns = (skip,) if isinstance(skip, str) else tuple(skip)
+    is_static = wanted.activation_quant == "static"
+    if calibration is not None and not is_static:
+        raise ValueError(f'calibration: wanted None with scheme "{wanted.name}", got one')
+    found = list(find_experts(model))
+    if not found:
+        raise ValueError(
+            f"model: wanted one with experts modules of transformers, got {type(model).__name__} "
+            "without any"
+        )
+    jobs, refused = _plan(found, wanted, patterns)
+    if jobs and is_static:
+        jobs, unmeasured = _calibrated(model, jobs, calibration, wanted)
+        refused |= unmeasured
+    for job in jobs:
+        _quantise_module(job)
+    _choose_implementation(model)
+    _warn(refused)
+    return model
+
+
+def _plan(
+    found: Sequence[tuple[str, nn.Module]], wanted: Scheme, patterns: Sequence[str]
+) -> tuple[list[_Job], dict[str, str]]:
+    """Decide about every module before any is changed; return jobs, and reasons by module name."""
+    from .hf.record import keep_reason, record_of
+    from .hf.view import is_complete
+
+    jobs: list[_Job] = []
+    refused: dict[str, str] = {}
+    for name, module in found:
+        record = record_of(module)
+        if record is not None and record.scheme.name != wanted.name:
+            raise ValueError(
+                f'scheme: module "{name}" wanted as "{wanted.name}", got one quantised as '
+                f'"{record.scheme.name}" already'
+            )
+        if record is not None and is_complete(module):
+            continue
+        pattern = next((p for p in patterns if fnmatch.fnmatchcase(name, p)), None)
+        if pattern is not None:
+            keep_reason(module, f"skipped: its name matches {pattern!r}")
+            continue
+        planned = record if record is not None else _judge(name, module, wanted)
+        if isinstance(planned, str):
+            keep_reason(module, planned)
+            refused[name] = planned
+        else:
+            jobs.append(_Job(name, module, planned))
+    return jobs, refused
+
+
+def _judge(name: str, module: nn.Module, wanted: Scheme) -> ExpertsRecord | str:
+    """Return what quantising a module will make of it, or why it cannot be done.
+
+    Raises ValueError for a weight on the meta device, which a user can mend.
+    """
+    from .hf.discovery import weight_names
+    from .hf.gates import UnknownGateError, recognise_gate
+    from .hf.record import ExpertsRecord
+
+    w13_name, w2_name = weight_names(module)
+    for weight_name in (w13_name, w2_name):
+        weight = getattr(module, weight_name)
+        if weight.device.type == "meta":
+            parameter = f"{name}.{weight_name}" if name else weight_name
+            raise ValueError(
+                f"model: parameter {parameter} wanted with data, got one on the meta device; load "
+                "the weights first, or quantise while loading with Int8MoeConfig"
+            )
+        refusal = _weight_refusal(module, weight_name, weight)
+        if refusal is not None:
+            return refusal
+    try:
+        found = recognise_gate(module)
+    except UnknownGateError as error:
+        return str(error)
+    layout = Layout(bool(module.is_transposed), found.interleaved, bool(module.has_bias))
+    structure = ExpertsStructure(found.gate, layout, w13_name, w2_name)
+    record = ExpertsRecord(wanted, structure, getattr(module, w13_name).dtype, found.reads)
+    return _shape_refusal(module, structure) or _oracle_refusal(module, record) or record
+
+
+def _weight_refusal(module: nn.Module, name: str, weight: Tensor) -> str | None:
+    """Say what about one weight is not plain floating point."""
+    if type(weight) not in (nn.Parameter, Tensor):
+        return f"{name} is a {type(weight).__name__}; plain tensors only (no parallel plan)"
+    if weight.dtype not in FLOATS:
+        return f"{name} has dtype {weight.dtype}; bfloat16, float16 or float32 can be quantised"
+    if name not in module._parameters:
+        return f"{name} is no parameter of the module"
+    if weight.numel() == 0:
+        return f"{name} has shape {list(weight.shape)}, without values"
+    low, high = torch.aminmax(weight.detach())
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+        return f"{name} has values that are not finite"
+    return None
+
+
+def _shape_refusal(module: nn.Module, structure: ExpertsStructure) -> str | None:
+    """Say why the two weights, brought into our layout, do not belong together."""
+    w13 = from_hf_layout(getattr(module, structure.w13_name), structure.layout, "w13")
+    w2 = from_hf_layout(getattr(module, structure.w2_name), structure.layout, "w2")
+    experts, hidden, intermediate = w2.shape
+    rows = 2 * intermediate if structure.gate.gated else intermediate
+    if tuple(w13.shape) != (experts, rows, hidden):
+        return (
+            f"{structure.w13_name}: wanted shape {[experts, rows, hidden]} beside "
+            f"{structure.w2_name}, got {list(w13.shape)}"
+        )
+    if structure.layout.has_bias:
+        for name, size in ((structure.w13_name, rows), (structure.w2_name, hidden)):
+            bias = getattr(module, name + "_bias", None)
+            if not isinstance(bias, Tensor) or tuple(bias.shape) != (experts, size):
+                return f"{name}_bias: wanted a tensor of shape {[experts, size]}"
+    return None
+
+
+def _oracle_refusal(module: nn.Module, record: ExpertsRecord) -> str | None:
+    """Ask whether any backend would run the module where it is now."""
+    structure = record.structure
+    w2 = from_hf_layout(getattr(module, structure.w2_name), structure.layout, "w2")
+    top_k = getattr(module.config, "num_experts_per_tok", None)
+    problem = MoeProblem(
+        num_experts=w2.shape[0],
+        top_k=top_k if isinstance(top_k, int) and top_k > 0 else 1,
+        hidden_size=w2.shape[1],
+        intermediate_size=w2.shape[2],
+        dtype=record.dtype,
+        gated=structure.gate.gated,
+        activation=structure.gate.activation,
+        has_bias=structure.layout.has_bias,
+    )
+    scheme = record.scheme
+    try:
+        select_int8_moe_backend(problem, scheme.weight_key, scheme.activation_key, device=w2.device)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def _calibrated(
+    model: nn.Module, jobs: Sequence[_Job], calibration: Iterable[Any] | None, wanted: Scheme
+) -> tuple[list[_Job], dict[str, str]]:
+    """Measure the activations; return the jobs with their scales, and reasons by module name."""
+    from .hf.calibration import WANTED, measure
+    from .hf.record import keep_reason
+
+    if calibration is None:
+        raise ValueError(f'calibration: wanted {WANTED} with scheme "{wanted.name}", got None')
+    ranges = measure(model, {job.name: job.module for job in jobs}, calibration)
+    ready: list[_Job] = []
+    refused: dict[str, str] = {}
+    for job in jobs:
+        scales = ranges[job.name].scales()
+        if isinstance(scales, str):
+            keep_reason(job.module, scales)
+            refused[job.name] = scales
+        else:
+            ready.append(_Job(job.name, job.module, job.record, scales))
+    return ready, refused
+
+
+def _quantise_module(job: _Job) -> None:
+    """Exchange the weights of one module; it can run at any moment in between."""
+    from .hf.record import keep_record
+    from .hf.view import install, put_weight
+
+    module, structure = job.module, job.record.structure
+    keep_record(module, job.record)
+    install(module, job.record)
+    scales = job.input_scales or (None, None)
+    pairs: tuple[tuple[Which, str, Tensor | None], ...] = (
+        ("w13", structure.w13_name, scales[0]),
+        ("w2", structure.w2_name, scales[1]),
+    )
+    for which, name, input_scale in pairs:
+        if getattr(module, name).dtype == torch.int8:
+            continue
+        codes, scale = _encoded(module, job.record, which, name)
+        if structure.layout.has_bias and which == "w13":
+            bias = getattr(module, name + "_bias")
+            bias.data = from_hf_bias(bias.data, structure.layout, which)
+        put_weight(module, name, codes, scale, input_scale)
+
+
+@torch.no_grad()
+def _encoded(
+    module: nn.Module, record: ExpertsRecord, which: Which, name: str
+) -> tuple[Tensor, Tensor]:
+    """Quantise one weight, with no more than one expert in float beside the codes."""
+    weight = getattr(module, name)
+    layout = record.structure.layout
+    granularity = "channel"
+    if record.scheme.weight_key == INT8_STATIC_TENSOR:
+        granularity = "halves" if which == "w13" and record.structure.gate.gated else "tensor"
+    codes: Tensor | None = None
+    scales: list[Tensor] = []
+    for expert in range(weight.shape[0]):
+        ours = from_hf_layout(weight[expert : expert + 1], layout, which)
+        expert_codes, scale = quantize_weight(ours, granularity)
+        if codes is None:
+            shape = (weight.shape[0], *expert_codes.shape[1:])
+            codes = torch.empty(shape, dtype=torch.int8, device=weight.device)
+        codes[expert] = expert_codes[0]
+        scales.append(scale)
+    assert codes is not None, "a weight without experts passed the checks"
+    return codes, torch.cat(scales)
+
+
+def _choose_implementation(model: nn.Module) -> None:
+    """Put "int8moe" where transformers' default stood and experts are quantised now."""
+    from .compat import choose_experts_implementation
+    from .hf.experts import DEFAULT_IMPLEMENTATION, IMPLEMENTATION
+    from .hf.record import record_of
+
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation", None) != DEFAULT_IMPLEMENTATION:
+            continue
+        if any(record_of(inner) is not None for inner in module.modules()):
+            choose_experts_implementation(config, IMPLEMENTATION)
+
+
+def _warn(refused: Mapping[str, str]) -> None:
+    """Warn once a reason, naming the modules that were left as they were."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in refused.items():
+        by_reason.setdefault(reason, []).append(name or "(the model itself)")
+    for reason, names in by_reason.items():
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        warnings.warn(f"left as it was: {shown}: {reason}", UserWarning, stacklevel=3)
