@@ -6,11 +6,12 @@ import fnmatch
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from .ops.checks import FLOATS
 from .ops.quantize import quantize_weight
 from .oracle import MoeProblem, select_int8_moe_backend
 from .passes.layouts import Which, from_hf_bias, from_hf_layout
@@ -19,8 +20,6 @@ from .structure import ExpertsStructure, Layout
 
 if TYPE_CHECKING:
     from .hf.record import ExpertsRecord
-
-FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,8 @@ def quantize_(
     # Importing it imports transformers, which a bare import of the package must not do.
     from .hf import find_experts
 
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: wanted a torch.nn.Module, got {type(model).__name__}")
     wanted = parse_scheme(scheme)
     patterns = (skip,) if isinstance(skip, str) else tuple(skip)
     is_static = wanted.activation_quant == "static"
@@ -86,16 +87,17 @@ def _plan(
     refused: dict[str, str] = {}
     for name, module in found:
         record = record_of(module)
+        pattern = next((p for p in patterns if fnmatch.fnmatchcase(name, p)), None)
+        if pattern is not None:
+            if record is None:
+                keep_reason(module, f"skipped: its name matches {pattern!r}")
+            continue
         if record is not None and record.scheme.name != wanted.name:
             raise ValueError(
                 f'scheme: module "{name}" wanted as "{wanted.name}", got one quantised as '
                 f'"{record.scheme.name}" already'
             )
         if record is not None and is_complete(module):
-            continue
-        pattern = next((p for p in patterns if fnmatch.fnmatchcase(name, p)), None)
-        if pattern is not None:
-            keep_reason(module, f"skipped: its name matches {pattern!r}")
             continue
         planned = record if record is not None else _judge(name, module, wanted)
         if isinstance(planned, str):
@@ -115,6 +117,8 @@ def _judge(name: str, module: nn.Module, wanted: Scheme) -> ExpertsRecord | str:
     from .hf.gates import UnknownGateError, recognise_gate
     from .hf.record import ExpertsRecord
 
+    if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
+        return "its forward was replaced on the instance; the class's own is needed"
     w13_name, w2_name = weight_names(module)
     for weight_name in (w13_name, w2_name):
         weight = getattr(module, weight_name)

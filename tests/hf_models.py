@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 import transformers
-from int8moe_compile.hf.discovery import find_experts
 from torch import Tensor, nn
+
+from int8moe_compile.hf.discovery import find_experts
 
 VOCAB, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LAYERS = 128, 64, 48, 8, 2, 2
 

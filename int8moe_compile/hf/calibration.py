@@ -15,7 +15,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from ..ops.quantize import scale_of
 from .record import record_of
-from .view import ExpertsView
+from .view import ExpertsView, forward_slot
 
 WANTED: Final = "an iterable of model inputs (each a tensor, a dict or a tuple)"
 
@@ -102,17 +102,18 @@ def _observed(
 ) -> Iterator[None]:
     """Exchange the forwards of the modules and put the model into eval mode, for a while."""
     training = [module for module in model.modules() if module.training]
-    before = {name: module.__dict__.get("forward") for name, module in modules.items()}
+    slots = {name: forward_slot(module) for name, module in modules.items()}
+    before = {name: module.__dict__.get(slots[name]) for name, module in modules.items()}
     model.eval()
     try:
         for name, module in modules.items():
-            setattr(module, "forward", types.MethodType(_observing(ranges[name]), module))  # noqa: B010
+            setattr(module, slots[name], types.MethodType(_observing(ranges[name]), module))
         yield
     finally:
         for name, module in modules.items():
-            module.__dict__.pop("forward", None)
+            module.__dict__.pop(slots[name], None)
             if before[name] is not None:
-                setattr(module, "forward", before[name])  # noqa: B010
+                setattr(module, slots[name], before[name])
         for module in training:
             module.training = True
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import literal
+from ..ops.checks import FLOATS
 from ..passes.layouts import Which, to_hf_bias, to_hf_layout
 from .record import RECORD, ExpertsRecord, record_of
 
@@ -114,7 +115,7 @@ class ApplyKeepingCodes:
         for codes in _codes(module):
             keep_without_gradient(codes)
         probe = fn(torch.empty(1, dtype=record.dtype, device=_device(module, record)))
-        if probe.is_floating_point() and probe.dtype != record.dtype:
+        if probe.dtype in FLOATS and probe.dtype != record.dtype:
             setattr(module, RECORD, replace(record, dtype=probe.dtype))
         return module
 
@@ -141,11 +142,42 @@ def keep_without_gradient(codes: Tensor) -> None:
     cast(_SettableTensor, codes).requires_grad_ = _WithoutGradient(codes)
 
 
+def forward_slot(module: nn.Module) -> str:
+    """Return the attribute that holds a module's forward; accelerate's hooks keep it elsewhere."""
+    return "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+
+
 def install(module: nn.Module, record: ExpertsRecord) -> None:
     """Make a module run on whatever of its weights is int8; weights may be exchanged later."""
     setattr(module, RECORD, record)
-    setattr(module, "forward", QuantisedForward(module))  # noqa: B010
+    if isinstance(module.__dict__.get("_apply"), ApplyKeepingCodes):
+        return
+    setattr(module, forward_slot(module), QuantisedForward(module))
     setattr(module, "_apply", ApplyKeepingCodes(module))  # noqa: B010
+    module.register_load_state_dict_pre_hook(_refuse_float_weights)
+    module.register_load_state_dict_post_hook(_after_loading)
+
+
+def _refuse_float_weights(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
+) -> None:
+    """Report float weights that load_state_dict would truncate to codes, and keep the codes."""
+    record, error_messages = record_of(module), rest[-1]
+    assert record is not None, "the hook of an experts module outlived its record"
+    for name in _names(record):
+        value = state_dict.get(prefix + name)
+        if value is not None and value.dtype != getattr(module, name).dtype:
+            del state_dict[prefix + name]
+            error_messages.append(
+                f"{prefix}{name}: wanted {getattr(module, name).dtype}, got {value.dtype}; load "
+                "float weights before int8moe_compile.quantize_, not after it"
+            )
+
+
+def _after_loading(module: nn.Module, incompatible_keys: Any) -> None:
+    """Treat codes that load_state_dict(assign=True) put in place like those before them."""
+    for codes in _codes(module):
+        keep_without_gradient(codes)
 
 
 def put_weight(
