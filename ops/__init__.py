@@ -1,4 +1,4 @@
-"""The operators' contract: schema, checks, meaning (reference) and the plain CPU kernel. Imports torch only."""
+"""The operators' contract: schema, checks, meaning (reference), CPU kernel. Imports torch only."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..compat import cpu_matmul_rounds_inputs
 from .activation import apply_gate
 from .arguments import ExpertsArguments
 from .quantize import quantize_activations, row_scale
@@ -34,7 +35,7 @@ def float_product(x: Tensor, weight: Tensor) -> Tensor:
 
     Where the user allows reduced fp32 precision in matrix products, fp64 keeps ours exact.
     """
-    exact = x.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    exact = x.dtype == torch.bfloat16 or not cpu_matmul_rounds_inputs()
     dtype = torch.float32 if exact else torch.float64
     return (x.to(dtype) @ weight.to(dtype).t()).float()
 
@@ -78,6 +79,10 @@ def _quantized_rows(call: ExpertsArguments, live: Tensor) -> tuple[Tensor, Tenso
 
 def experts(call: ExpertsArguments) -> Tensor:
     """Compute int8moe::experts on CPU. Arguments are already checked."""
+    if torch.is_autocast_enabled("cpu"):
+        # the products below are exact in fp32 only; the ambient autocast would make them bf16
+        with torch.autocast("cpu", enabled=False):
+            return experts(call)
     tokens, hidden = call.hidden_states.shape
     top_k = call.topk_ids.shape[1]
     dtype = call.result_dtype

@@ -16,7 +16,7 @@ def experts(*args: Any, **kwargs: Any) -> Tensor:
     """Describe the result of int8moe::experts: [T,H] contiguous, of the result dtype."""
     registry.load_lowerings()
     call = ExpertsArguments(*args, **kwargs)
-    check_experts(call)
+    check_experts(call, traced=True)
     return call.hidden_states.new_empty(call.hidden_states.shape, dtype=call.result_dtype)
 
 

@@ -15,7 +15,9 @@ def scale_of(amax: Tensor) -> Tensor:
 
     The test is on the quotient: an amax below 127 times the smallest fp32 divides to 0, too.
     """
-    scale = amax.to(torch.float32) / QMAX
+    amax = amax.to(torch.float32)
+    # by a tensor: ATen on CUDA turns a division by a Python number into one by its reciprocal
+    scale = amax / torch.full_like(amax, QMAX)
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
@@ -39,7 +41,8 @@ def quantize_activations(
     else:
         amax = x.abs().amax(dim=-1, keepdim=True)
         if activation_quant == "tensor":
-            amax = amax.amax(dim=0, keepdim=True)
+            # amax refuses to reduce no rows at all; their scale is that of zeros
+            amax = amax.amax(dim=0, keepdim=True) if amax.shape[0] else amax.new_zeros(1, 1)
         scale = scale_of(amax)
     return encode(x, scale, ACTIVATION_MIN), scale
 
