@@ -22,7 +22,7 @@ for file in files:
 print(digest.hexdigest())
 PY
     )
-    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || ! .venv/bin/python -c 'import torch'; then
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || ! .venv/bin/python -c ''; then
         if ! .venv/bin/python -c '' 2>/dev/null; then
             echo "making .venv"
             "$python" -m venv --clear .venv
