@@ -7,6 +7,7 @@ standard deviation about 2 / sqrt(fan-in), so that a wrong expert shows in the l
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -189,6 +190,7 @@ TEXT_CONFIGS = {
 }
 
 
+@functools.cache
 def experts_classes() -> list[ExpertsClass]:
     """List every class of transformers that carries the experts decorator, without importing it."""
     found = []
@@ -251,3 +253,37 @@ def routed(
     scores = torch.randn(tokens, EXPERTS, generator=generator).softmax(-1)
     weights, ids = scores.topk(TOP_K, dim=-1)
     return hidden_states, ids, (weights / weights.sum(-1, keepdim=True)).to(dtype)
+
+
+def rounded_to_int8(experts: nn.Module, *, per_tensor: bool = False) -> nn.Module:
+    """Round a float module's weights to int8 and back, in Hugging Face's own layout.
+
+    An independent statement of what quantise_ does: channels are the output features, per tensor
+    keeps gate and up apart.
+    """
+    interleaved = not experts.is_concatenated
+    for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
+        weight = getattr(experts, name)
+        outputs, inputs = (2, 1) if experts.is_transposed else (1, 2)
+        amax = weight.data.float().abs().amax(inputs, keepdim=True)
+        if per_tensor and name == "gate_up_proj":
+            size = amax.shape[outputs]
+            index = torch.arange(size)
+            is_up = index % 2 == 1 if interleaved else index >= size // 2
+            for half in (is_up, ~is_up):
+                chosen = index[half]
+                largest = amax.index_select(outputs, chosen).amax(outputs, keepdim=True)
+                amax.index_copy_(
+                    outputs, chosen, largest.expand_as(amax.index_select(outputs, chosen))
+                )
+        elif per_tensor:
+            amax = amax.amax(outputs, keepdim=True)
+        scale = amax / 127
+        codes = (weight.data.float() / scale).round().clamp(-127, 127)
+        weight.data = (codes * scale).to(weight.dtype)
+    return experts
+
+
+def relative_error(got: Tensor, wanted: Tensor) -> float:
+    """Return the L2 norm of the difference over that of the wanted values."""
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
