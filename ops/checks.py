@@ -77,11 +77,14 @@ def _want_weight_scale(
 ) -> None:
     """Check a weight scale: [..., rows], [..., 1], with halves [..., 2]; or with one 1 more."""
     _want_dtype(name, scale, (torch.float32,))
-    columns = (rows, 1, 2) if halves else (rows, 1)
-    for c in columns:
-        if _fits(scale, *leading, c) or _fits(scale, *leading, c, 1):
-            return
-    shapes = " or ".join(str(_shown([*leading, c])) for c in columns)
+    few = (1, 2) if halves else (1,)
+    at = len(leading)
+    have = scale.shape[at] if scale.dim() > at else None
+    # a traced number of columns is never taken for 1 or 2: it can be that of the rows
+    columns = have if type(have) is int and have in few else rows
+    if _fits(scale, *leading, columns) or _fits(scale, *leading, columns, 1):
+        return
+    shapes = " or ".join(str(_shown([*leading, c])) for c in (rows, *few))
     refuse(name, f"shape {shapes} (a trailing 1 is accepted)", _shape(scale))
 
 

@@ -64,7 +64,7 @@ class _ForwardOnly(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[2:]
         grads = [
             torch.ops.int8moe.no_backward(grad.new_zeros(shape, dtype=dtype)) if want else None
