@@ -286,4 +286,5 @@ def rounded_to_int8(experts: nn.Module, *, per_tensor: bool = False) -> nn.Modul
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
     """Return the L2 norm of the difference over that of the wanted values."""
-    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+    got, wanted = got.detach().double(), wanted.detach().double()
+    return float((got - wanted).norm() / wanted.norm())
