@@ -40,10 +40,10 @@ class MoeProblem:
 class DeviceFacts:
     """State what the oracle must know about a device; None is "not known".
 
-    type: "cpu", "cuda" (ROCm, too) or any other of torch's. capability: CUDA's (major, minor).
-    arch: "sm_90", or on ROCm "gfx942" with or without feature flags behind a colon.
-    shared_memory: most bytes that one block may use. int8_dot: the Triton at hand compiles an
-    int8 ``tl.dot`` for this device.
+    type: "cpu", "cuda" (ROCm, too; "hip" means the same) or any other of torch's. capability:
+    CUDA's (major, minor). arch: "sm_90", or on ROCm "gfx942" with or without feature flags behind
+    a colon. shared_memory: most bytes that one block may use. int8_dot: the Triton at hand
+    compiles an int8 ``tl.dot`` for this device.
     """
 
     type: str
@@ -102,7 +102,7 @@ class TritonBackend:
         device: DeviceFacts,
     ) -> str | None:
         """Judge the device; every problem and every legal pair of keys is served."""
-        if device.type != "cuda":
+        if device.type not in ("cuda", "hip"):
             return f"needs a CUDA or ROCm device, got {device.type!r}"
         if device.arch is not None and device.arch.startswith("gfx"):
             if device.arch.partition(":")[0] not in CDNA:

@@ -285,8 +285,8 @@ def reload_and_continue(folder: Path, prompt: bytes, windows: torch.Tensor) -> d
     }
 
 
-def main() -> None:
-    """Read the text, train, measure, save, and load again as a user would."""
+def read_arguments() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     length = parser.add_mutually_exclusive_group(required=True)
@@ -301,7 +301,12 @@ def main() -> None:
     parser.add_argument(
         "--corpus-name", default=f"CPython {platform.python_version()} standard library"
     )
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Read the text, train, measure, save, and load again as a user would."""
+    arguments = read_arguments()
     settings = Settings(batch=arguments.batch, held_out_bytes=arguments.held_out_bytes)
     seconds = None if arguments.minutes is None else 60 * arguments.minutes
     budget = Budget(steps=arguments.steps, seconds=seconds)

@@ -61,6 +61,7 @@ def test_triton_serves_every_scheme_from_sm_75(capability, weight_key, activatio
 def test_triton_serves_cdna(arch):
     assert choose(DeviceFacts("cuda", arch=arch)).backend == "triton"
     assert choose(DeviceFacts("cuda", (9, 0), f"{arch}:sramecc+:xnack-")).backend == "triton"
+    assert choose(DeviceFacts("hip", arch=arch)).backend == "triton"
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,12 @@ def test_triton_serves_cdna(arch):
 def test_triton_refuses_a_device_with_a_reason(device, words):
     message = refusal(device)
     assert all(word in message for word in ["triton", *words]), message
+
+
+def test_an_unknown_newer_gpu_is_served_without_alarm(caplog):
+    with caplog.at_level(logging.DEBUG):
+        assert choose(DeviceFacts("cuda", (99, 1), "sm_991", 1, 1)).backend == "triton"
+    assert all(record.levelno == logging.DEBUG for record in caplog.records)
 
 
 def test_an_unfit_gpu_is_not_run_on_the_cpu():

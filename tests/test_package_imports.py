@@ -170,7 +170,8 @@ ASK = (
 # torch looks for the modules named in TORCH_LOGS while it is being imported, and imports them.
 @pytest.mark.parametrize("first", ["torch", PACKAGE])
 def test_torch_logs_shows_the_refusals(first: str):
-    done = run_fresh(f"import {first}\n{ASK}", TORCH_LOGS=f"+{PACKAGE}")
+    code = f"import {first}\nimport {PACKAGE}.hf, {PACKAGE}.passes\n{ASK}"
+    done = run_fresh(code, TORCH_LOGS=f"+{PACKAGE}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "cpu"
     assert "backend triton refuses" in done.stderr and "got 'cpu'" in done.stderr

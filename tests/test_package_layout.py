@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import glob
+import importlib
 import os
 import re
 import shutil
@@ -96,6 +97,15 @@ def test_every_data_file_is_shipped():
 def test_the_version_stands_in_both_places():
     assert PYPROJECT["project"]["version"] == int8moe_compile.__version__
     assert PYPROJECT["project"]["name"] == PACKAGE
+
+
+def test_every_entry_point_leads_to_a_function():
+    project = PYPROJECT["project"]
+    backends = project["entry-points"]["torch_dynamo_backends"]
+    assert list(project["scripts"]) == ["int8moe"] == list(backends)
+    for target in (*project["scripts"].values(), *backends.values()):
+        module, _, function = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
 
 
 def test_triton_has_no_version_of_its_own():
