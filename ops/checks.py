@@ -79,9 +79,10 @@ def _want_weight_scale(
     _want_dtype(name, scale, (torch.float32,))
     few = (1, 2) if halves else (1,)
     at = len(leading)
-    have = scale.shape[at] if scale.dim() > at else None
-    # a traced number of columns is never taken for 1 or 2: it can be that of the rows
-    columns = have if type(have) is int and have in few else rows
+    # by the number of this call: an unbacked one has none, it can only be that of the rows
+    have = size_hint(scale.shape[at]) if scale.dim() > at else None
+    per_tensor = type(have) is int and have in few and have != size_hint(rows)
+    columns = have if per_tensor else rows
     if _fits(scale, *leading, columns) or _fits(scale, *leading, columns, 1):
         return
     shapes = " or ".join(str(_shown([*leading, c])) for c in (rows, *few))
