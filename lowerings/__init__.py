@@ -1,0 +1,1 @@
+"""Inductor lowerings and Triton kernels."""

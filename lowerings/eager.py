@@ -1,0 +1,271 @@
+"""Eager CUDA calls of int8moe::experts: six or seven Triton launches and no synchronisation.
+
+T tokens, H hidden, I intermediate, E local experts, K experts per token. Arguments are checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ..oracle import DeviceFacts
+from ..ops.arguments import ExpertsArguments
+from . import eager_kernels as kernels
+from . import routing, tiles
+
+# Columns that one step of a row-wise kernel takes.
+ROW_BLOCK = 2048
+COMBINE_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Carry activations entering a product: codes or floats, and their scale, if any."""
+
+    values: Tensor
+    scale: Tensor | None
+
+    @property
+    def has_row_scale(self) -> bool:
+        """Say whether each row has its own scale."""
+        return self.scale is not None and self.scale.numel() > 1
+
+
+def experts(call: ExpertsArguments) -> Tensor:
+    """Compute int8moe::experts on the device of its tensors, whatever the current one is."""
+    tokens, hidden = call.hidden_states.shape
+    output = call.hidden_states.new_empty((tokens, hidden), dtype=call.result_dtype)
+    contributions = call.topk_ids.numel()
+    if contributions == 0 or call.w13.shape[0] == 0:
+        return output.zero_()
+    with device_of(output):
+        up, down = layer_tiles(call, contributions)
+        plan = routing.plan(
+            call.topk_ids, call.expert_map, num_experts=call.w13.shape[0], block_m=up.block_m
+        )
+        rows = first_rows(call, plan)
+        middle = launch_up(call, plan, rows, up)
+        rows = second_rows(call, plan, middle)
+        parts = launch_down(call, plan, rows, down)
+        grid = (tokens * triton.cdiv(hidden, COMBINE_BLOCK),)
+        kernels.combine_kernel[grid](
+            output, parts, plan.local, hidden, call.topk_ids.shape[1], COMBINE_BLOCK
+        )
+    return output
+
+
+def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Make a tensor's device the current one: Triton launches there."""
+    if tensor.device.type == "cuda":
+        return torch.cuda.device(tensor.device)
+    return contextlib.nullcontext()
+
+
+@functools.cache
+def facts_of(device: torch.device) -> DeviceFacts:
+    """Return a device's facts, read once."""
+    return DeviceFacts.of(device)
+
+
+def layer_tiles(call: ExpertsArguments, contributions: int) -> tuple[tiles.Tile, tiles.Tile]:
+    """Return the tiles of both products of a call."""
+    is_float = call.activation_quant == "none"
+    return _layer_tiles(
+        contributions,
+        tuple(call.w13.shape),
+        call.gated,
+        call.hidden_states.element_size() if is_float else 1,
+        call.result_dtype.itemsize if is_float else 1,
+        call.hidden_states.device,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _layer_tiles(
+    contributions: int,
+    w13_shape: tuple[int, int, int],
+    gated: bool,
+    up_bytes: int,
+    down_bytes: int,
+    device: torch.device,
+) -> tuple[tiles.Tile, tiles.Tile]:
+    num_experts, rows, hidden = w13_shape
+    panels = 2 if gated else 1
+    width = rows // panels
+    up = tiles.Product(contributions, num_experts, hidden, width, panels, up_bytes)
+    down = tiles.Product(contributions, num_experts, width, hidden, 1, down_bytes)
+    return tiles.choose_pair(up, down, facts_of(device))
+
+
+def first_rows(call: ExpertsArguments, plan: routing.Plan) -> Rows:
+    """Return what enters w13: codes with scales, or floats for weight-only experts."""
+    x = call.hidden_states
+    if x.dtype == torch.int8:
+        assert call.a13_scale is not None, "int8 hidden_states passed the checks without a scale"
+        return Rows(x, call.a13_scale.contiguous())
+    weight = call.topk_weights if call.apply_router_weight_on_input else None
+    if call.activation_quant != "none":
+        return quantize(x, call.activation_quant, call.a13_scale, plan, weight=weight)
+    if weight is None:
+        return Rows(x, None)
+    weighted = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    kernels.weight_rows_kernel[(x.shape[0],)](
+        weighted, x, weight, plan.local, x.shape[1], *x.stride(), weight.stride(0), ROW_BLOCK
+    )
+    return Rows(weighted, None)
+
+
+def second_rows(call: ExpertsArguments, plan: routing.Plan, middle: Tensor) -> Rows:
+    """Return what enters w2, quantised again from the rounded intermediate."""
+    if call.activation_quant == "none":
+        return Rows(middle, None)
+    return quantize(middle, call.activation_quant, call.a2_scale, plan, is_middle=True)
+
+
+def quantize(
+    x: Tensor,
+    quant: str,
+    static_scale: Tensor | None,
+    plan: routing.Plan,
+    *,
+    weight: Tensor | None = None,
+    is_middle: bool = False,
+) -> Rows:
+    """Quantise rows of floats; of the intermediate only as many as there are live contributions."""
+    rows, columns = x.shape
+    codes = torch.empty((rows, columns), dtype=torch.int8, device=x.device)
+    flags = {"HAS_WEIGHT": weight is not None, "HAS_LIVE": is_middle, "BLOCK": ROW_BLOCK}
+    # A pointer that is not read must still be one; the row stride 0 keeps it in place.
+    weights, weight_stride = (x, 0) if weight is None else (weight, weight.stride(0))
+    strides = (columns, *x.stride(), weight_stride)
+    given, scale = static_scale, static_scale
+    if quant == "tensor":
+        given = torch.zeros(1, dtype=torch.int32, device=x.device)
+        scale = torch.empty(1, dtype=torch.float32, device=x.device)
+        kernels.amax_kernel[(rows,)](
+            given, x, weights, plan.tiles, plan.local, *strides, num_warps=8, **flags
+        )
+    elif quant == "token":
+        scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+        given = scale
+    assert scale is not None, "static experts passed the checks without a scale"
+    kernels.quantize_kernel[(rows,)](
+        codes,
+        scale,
+        x,
+        given,
+        weights,
+        plan.tiles,
+        plan.local,
+        *strides,
+        QUANT=quant,
+        num_warps=8,
+        **flags,
+    )
+    return Rows(codes, scale)
+
+
+def flat_scale(scale: Tensor, weight: Tensor) -> Tensor:
+    """Return a weight scale as contiguous [E, columns]."""
+    if scale.dim() == weight.dim():
+        scale = scale.squeeze(-1)
+    return scale.contiguous()
+
+
+def scale_columns(columns: int, rows: int) -> str:
+    """Name how a scale of so many columns belongs to a weight of so many rows."""
+    if columns == rows:
+        return "channel"
+    return "tensor" if columns == 1 else "halves"
+
+
+def launch_up(call: ExpertsArguments, plan: routing.Plan, rows: Rows, tile: tiles.Tile) -> Tensor:
+    """Run the first product; returns [T*K, I] by position, in the result dtype."""
+    w13, width = call.w13, call.intermediate_size
+    middle = torch.empty((plan.contributions, width), dtype=call.result_dtype, device=w13.device)
+    scale = flat_scale(call.w13_scale, w13)
+    bias = call.w13_bias
+    grid = (plan.tile_bound * triton.cdiv(width, tile.block_n),)
+    kernels.up_kernel[grid](
+        middle,
+        rows.values,
+        rows.scale,
+        w13,
+        scale,
+        None if bias is None else bias.contiguous(),
+        plan.order,
+        plan.tiles,
+        call.topk_ids.shape[1],
+        w13.shape[2],
+        width,
+        *rows.values.stride(),
+        w13.stride(0),
+        w13.stride(1),
+        width * w13.stride(1),
+        float(call.alpha),
+        float(call.beta),
+        0.0 if call.limit is None else float(call.limit),
+        ACTIVATION=call.activation,
+        GATED=call.gated,
+        HAS_BIAS=bias is not None,
+        HAS_LIMIT=call.limit is not None,
+        INTEGER=rows.scale is not None,
+        HAS_ROW_SCALE=rows.has_row_scale,
+        SCALE_COLUMNS=scale_columns(scale.shape[1], w13.shape[1]),
+        **_launch_options(tile, w13.shape[2]),
+    )
+    return middle
+
+
+def launch_down(call: ExpertsArguments, plan: routing.Plan, rows: Rows, tile: tiles.Tile) -> Tensor:
+    """Run the second product; returns [T*K, H] by contribution, in the result dtype."""
+    w2, weights, bias = call.w2, call.topk_weights, call.w2_bias
+    hidden, width = w2.shape[1], w2.shape[2]
+    parts = torch.empty((plan.contributions, hidden), dtype=call.result_dtype, device=w2.device)
+    scale = flat_scale(call.w2_scale, w2)
+    grid = (plan.tile_bound * triton.cdiv(hidden, tile.block_n),)
+    kernels.down_kernel[grid](
+        parts,
+        rows.values,
+        rows.scale,
+        w2,
+        scale,
+        None if bias is None else bias.contiguous(),
+        weights,
+        plan.order,
+        plan.tiles,
+        weights.shape[1],
+        width,
+        hidden,
+        rows.values.stride(0),
+        w2.stride(0),
+        w2.stride(1),
+        *weights.stride(),
+        HAS_BIAS=bias is not None,
+        HAS_ROUTER_WEIGHT=not call.apply_router_weight_on_input,
+        INTEGER=rows.scale is not None,
+        HAS_ROW_SCALE=rows.has_row_scale,
+        SCALE_COLUMNS=scale_columns(scale.shape[1], hidden),
+        **_launch_options(tile, width),
+    )
+    return parts
+
+
+def _launch_options(tile: tiles.Tile, depth: int) -> dict[str, Any]:
+    """Spell a tile as the kernels' compile-time arguments."""
+    return {
+        "EVEN_K": depth % tile.block_k == 0,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP_M": tile.group_m,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }

@@ -1,0 +1,28 @@
+"""The lowering of int8moe::experts: which device's code a call in a graph becomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor import lowering
+
+from ..ops.arguments import ExpertsArguments
+
+
+def register() -> None:
+    """Put the lowering into Inductor's table."""
+    overload = torch.ops.int8moe.experts.default
+    lowering.register_lowering(overload, type_promotion_kind=None)(lower)
+
+
+def lower(*args: Any, **kwargs: Any) -> Any:
+    """Lower one call; on other devices than CUDA the operator itself is called."""
+    call = ExpertsArguments(*args, **kwargs)
+    if call.hidden_states.get_device().type == "cuda":
+        # Here, because it needs Triton, which not every machine that compiles for its CPU has.
+        from . import gpu_layer
+
+        return gpu_layer.lower(call)
+    overload = torch.ops.int8moe.experts.default
+    return lowering.fallback_handler(overload, add_to_fallback_set=False)(*args, **kwargs)

@@ -1,0 +1,219 @@
+"""One call of int8moe::experts in a CUDA graph: loop IR, routing kernels and two templates.
+
+T tokens, H hidden, I intermediate, E local experts, K experts per token, N = 2*I when gated.
+Arguments passed the fake's checks; weights are static in shape, T may be symbolic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._inductor import config, ir, lowering
+from torch._inductor.virtualized import V
+
+from ..oracle import DeviceFacts
+from ..ops.arguments import ExpertsArguments
+from . import bench_inputs, row_ir, templates, tiles
+from .eager import scale_columns
+from .routing_ir import GraphPlan, likely_size, plan
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Carry activations entering a product: int8 codes with scales, or floats and None."""
+
+    values: ir.TensorBox
+    scale: ir.TensorBox | None
+    is_scale_per_row: bool = False
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Hold what both products of one call share."""
+
+    call: ExpertsArguments
+    plan: GraphPlan
+    dtype: torch.dtype
+    up: tiles.Product
+    down: tiles.Product
+    device: DeviceFacts
+    tiles: tuple[tiles.Tile, tiles.Tile]
+
+
+def lower(call: ExpertsArguments) -> ir.TensorBox:
+    """Lower one call on a CUDA device to loop IR, routing launches and two templates."""
+    hidden: ir.TensorBox = call.hidden_states
+    dtype = result_dtype(call)
+    tokens, top_k = call.topk_ids.get_size()
+    if V.graph.sizevars.statically_known_equals(tokens * top_k, 0) or static(call.w13)[0] == 0:
+        full = lowering.lowerings[torch.ops.aten.full.default]
+        return full(hidden.get_size(), 0, dtype=dtype, device=hidden.get_device())
+    layer = describe(call, dtype)
+    rows = first_rows(layer)
+    middle = first_product(layer, rows)
+    rows = second_rows(layer, middle)
+    parts = second_product(layer, rows)
+    return row_ir.combine(parts, layer.plan.local, hidden.get_size(), int(top_k))
+
+
+def result_dtype(call: ExpertsArguments) -> torch.dtype:
+    """Return the output dtype: the one asked for, the input's, or bf16 for int8 input."""
+    if call.out_dtype is not None:
+        return call.out_dtype
+    given: torch.dtype = call.hidden_states.get_dtype()
+    return torch.bfloat16 if given == torch.int8 else given
+
+
+def static(x: Any) -> list[int]:
+    """Return the sizes of a weight, which are static or are made so by a guard."""
+    return [int(V.graph.sizevars.guard_int(size)) for size in x.get_size()]
+
+
+def describe(call: ExpertsArguments, dtype: torch.dtype) -> Layer:
+    """Choose tiles for a call and put its routing into the graph."""
+    hidden = call.hidden_states
+    num_experts, rows, depth = static(call.w13)
+    panels = 2 if call.gated else 1
+    is_float = call.activation_quant == "none"
+    tokens, top_k = call.topk_ids.get_size()
+    contributions = likely_size(tokens * top_k)
+    bytes_up = hidden.get_dtype().itemsize if is_float else 1
+    bytes_down = dtype.itemsize if is_float else 1
+    up = tiles.Product(contributions, num_experts, depth, rows // panels, panels, bytes_up)
+    down = tiles.Product(contributions, num_experts, rows // panels, depth, 1, bytes_down)
+    device = DeviceFacts.of(hidden.get_device())
+    chosen = tiles.choose_pair(up, down, device)
+    routing = plan(
+        call.topk_ids, call.expert_map, num_experts=num_experts, block_m=chosen[0].block_m
+    )
+    return Layer(call, routing, dtype, up, down, device, chosen)
+
+
+def first_rows(layer: Layer) -> Rows:
+    """Return what enters w13: quantised as loop IR that joins what computes hidden_states."""
+    call = layer.call
+    x = call.hidden_states
+    if x.get_dtype() == torch.int8:
+        is_per_row = call.activation_quant == "token"
+        return Rows(_realized(x), _flat(call.a13_scale), is_per_row)
+    load = row_ir.rounded_loader(x)
+    if call.apply_router_weight_on_input:
+        load = row_ir.weighted_loader(load, call.topk_weights, layer.plan.local)
+    elif call.activation_quant == "none":
+        return Rows(_realized(x), None)
+    if call.activation_quant == "none":
+        return Rows(row_ir.pointwise(x, x.get_dtype(), x.get_size(), load), None)
+    return _quantized(x, load, call.activation_quant, call.a13_scale)
+
+
+def second_rows(layer: Layer, middle: ir.TensorBox) -> Rows:
+    """Return what enters w2, quantised again from the rounded intermediate."""
+    call = layer.call
+    if call.activation_quant == "none":
+        return Rows(middle, None)
+    load = row_ir.rounded_loader(middle)
+    if call.activation_quant == "tensor":
+        load = row_ir.live_row_loader(load, layer.plan.tiles)
+    return _quantized(middle, load, call.activation_quant, call.a2_scale)
+
+
+def _quantized(
+    x: ir.TensorBox, load: row_ir.Loader, quant: str, static_scale: ir.TensorBox | None
+) -> Rows:
+    is_per_row = quant == "token"
+    scale = static_scale
+    if quant != "static":
+        scale = row_ir.dynamic_scale(x, load, is_per_row=is_per_row)
+    assert scale is not None, "static experts passed the checks without a scale"
+    codes = row_ir.encode(x, load, scale, is_per_row=is_per_row)
+    return Rows(codes, _flat(scale), is_per_row)
+
+
+def first_product(layer: Layer, rows: Rows) -> ir.TensorBox:
+    """Return [T*K, I] by position: products of tokens and w13, gated, in the result dtype."""
+    call = layer.call
+    meta = {
+        "ALPHA": float(call.alpha),
+        "BETA": float(call.beta),
+        "LIMIT": 0.0 if call.limit is None else float(call.limit),
+        "ACTIVATION": repr(call.activation),
+        "GATED": call.gated,
+        "HAS_LIMIT": call.limit is not None,
+    }
+    weight = (call.w13, call.w13_scale, call.w13_bias)
+    return _product("up", layer, rows, weight, layer.up, layer.tiles[0], meta)
+
+
+def second_product(layer: Layer, rows: Rows) -> ir.TensorBox:
+    """Return [T*K, H] by contribution: products with w2, weighted, in the result dtype."""
+    call = layer.call
+    meta = {"HAS_ROUTER_WEIGHT": not call.apply_router_weight_on_input}
+    extra = [] if call.apply_router_weight_on_input else [_realized(call.topk_weights)]
+    weight = (call.w2, call.w2_scale, call.w2_bias)
+    return _product("down", layer, rows, weight, layer.down, layer.tiles[1], meta, extra)
+
+
+def _product(
+    name: str,
+    layer: Layer,
+    rows: Rows,
+    weight: tuple[ir.TensorBox, ir.TensorBox, ir.TensorBox | None],
+    product: tiles.Product,
+    tile: tiles.Tile,
+    meta: dict[str, Any],
+    extra: Sequence[ir.TensorBox] = (),
+) -> ir.TensorBox:
+    """Launch one template over its inputs, in the order in which its source names them."""
+    codes, scale, bias = _realized(weight[0]), _flat_rows(weight[1]), weight[2]
+    strides = [int(V.graph.sizevars.guard_int(s)) for s in codes.get_stride()]
+    inputs = [_realized(rows.values)]
+    inputs += [] if rows.scale is None else [rows.scale]
+    inputs += [codes, scale]
+    inputs += [] if bias is None else [ir.ExternKernel.require_contiguous(bias)]
+    inputs += [*extra, layer.plan.order, layer.plan.tiles]
+    tokens, top_k = layer.call.topk_ids.get_size()
+    shared = {
+        "INTEGER": rows.scale is not None,
+        "HAS_ROW_SCALE": rows.is_scale_per_row,
+        "HAS_BIAS": bias is not None,
+        "SCALE_COLUMNS": repr(scale_columns(static(scale)[1], static(codes)[1])),
+        "TOP_K": int(top_k),
+        "DEPTH": product.depth,
+        "WIDTH": product.width,
+        "EXPERTS": product.experts,
+        "STRIDE_WE": strides[0],
+        "STRIDE_WN": strides[1],
+    }
+    found: Sequence[tiles.Tile] = (tile,)
+    if config.max_autotune or config.max_autotune_gemm:
+        found = tiles.candidates(product, layer.device, tile.block_m)
+    return templates.product(
+        name,
+        inputs,
+        [tokens * top_k, product.width],
+        layer.dtype,
+        found,
+        {**meta, **shared},
+        bench_inputs.generators(len(inputs), product, tile.block_m, int(top_k)),
+    )
+
+
+def _realized(x: ir.TensorBox) -> ir.TensorBox:
+    """Return a tensor as a buffer or a view of one, as templates take it."""
+    return ir.ExternKernel.realize_input(x)
+
+
+def _flat(scale: ir.TensorBox) -> ir.TensorBox:
+    """Return activation scales as [values], contiguous."""
+    values = 1
+    for size in scale.get_size():
+        values = values * size
+    return ir.ExternKernel.require_contiguous(lowering.view(scale, [values]))
+
+
+def _flat_rows(scale: ir.TensorBox) -> ir.TensorBox:
+    """Return weight scales as contiguous [E, columns]."""
+    return ir.ExternKernel.require_contiguous(lowering.view(scale, scale.get_size()[:2]))

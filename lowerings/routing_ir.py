@@ -1,0 +1,106 @@
+"""The routing of a compiled graph: the kernels of routing_kernels.py as nodes of Inductor's graph.
+
+They are launched as a user's own Triton kernels are, so that the compiled code holds their text
+and needs no operator of ours when it runs. T tokens, K experts per token, E local experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Final
+
+import sympy
+import torch
+import triton
+from torch._inductor import ir
+from torch._inductor.lowering import empty_strided
+from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import CeilDiv
+
+from ..compat import launch_in_graph
+from . import routing_kernels
+from .routing import ONE_CHUNK, chunk_of, launch_sizes
+
+# What an unbacked size is taken for where tiles are chosen.
+UNKNOWN_SIZE: Final = 2048
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """Hold order [T*K], local [T*K] and tiles [1 + bound, 3], as routing.Plan does, as buffers."""
+
+    order: ir.TensorBox
+    local: ir.TensorBox
+    tiles: ir.TensorBox
+
+
+def likely_size(size: Any) -> int:
+    """Return a likely value of a size, without a guard; one that nobody knows is large."""
+    return int(V.graph.sizevars.optimization_hint(size, fallback=UNKNOWN_SIZE))
+
+
+@functools.cache
+def _with_warps(name: str, num_warps: int) -> Any:
+    """Return a routing kernel with its number of warps, which a graph takes from a configuration."""
+    kernel = getattr(routing_kernels, name)
+    return triton.autotune([triton.Config({}, num_warps=num_warps)], key=[])(kernel)
+
+
+def plan(
+    topk_ids: ir.TensorBox, expert_map: ir.TensorBox | None, *, num_experts: int, block_m: int
+) -> GraphPlan:
+    """Put the routing of T*K contributions into the graph; one launch or, beyond 512, two."""
+    device = topk_ids.get_device()
+    tokens, top_k = topk_ids.get_size()
+    contributions = tokens * top_k
+    ids = ir.ExternKernel.require_contiguous(topk_ids)
+    map_size: Any = 0
+    if expert_map is not None:
+        expert_map = ir.ExternKernel.require_contiguous(expert_map)
+        map_size = expert_map.get_size()[0]
+
+    chunk = chunk_of(likely_size(contributions))
+    is_one = V.graph.sizevars.statically_known_leq(contributions, min(chunk, ONE_CHUNK))
+    chunks = sympy.Integer(1) if is_one else CeilDiv(contributions, chunk)
+    sizes = launch_sizes(num_experts)
+    bound = CeilDiv(contributions, block_m) + num_experts
+
+    def buffer(*size: Any) -> ir.TensorBox:
+        return empty_strided(list(size), None, dtype=torch.int32, device=device)
+
+    order, local, tile_list = buffer(contributions), buffer(contributions), buffer(1 + bound, 3)
+    base, counts = buffer(chunks, sizes["BINS"]), buffer(chunks, sizes["BINS"])
+    source = {
+        "ids_ptr": ids,
+        "map_ptr": expert_map,
+        "num_contributions": contributions,
+        "top_k": top_k,
+        "num_experts": num_experts,
+        "map_size": map_size,
+        "stride_it": top_k,
+        "stride_ik": 1,
+        "HAS_MAP": expert_map is not None,
+        "CHUNK": chunk,
+        "BINS": sizes["BINS"],
+    }
+    grid = (chunks, 1, 1)
+    if not is_one:
+        launch_in_graph(_with_warps("count_kernel", 4), grid, {"counts_ptr": counts, **source})
+    launch_in_graph(
+        _with_warps("place_kernel", 8),
+        grid,
+        {
+            "order_ptr": order,
+            "local_ptr": local,
+            "tiles_ptr": tile_list,
+            "base_ptr": base,
+            "counts_ptr": counts,
+            **source,
+            "num_chunks": chunks,
+            "ONE_CHUNK": is_one,
+            "STEP": sizes["STEP"],
+            "BLOCK_M": block_m,
+        },
+    )
+    return GraphPlan(order, local, tile_list)

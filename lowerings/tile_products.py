@@ -1,0 +1,266 @@
+"""The tile of each grouped product, once for eager kernels and templates: gather, sum, epilogue.
+
+T tokens, H hidden, I intermediate, E local experts, K experts per token. A *contribution* is one
+(token, slot) pair, numbered token * K + slot; a *position* is its place in expert order.
+
+A sum of int8 products is exact, so no tile shape, order or split changes it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tile_math import apply_gate
+
+
+@triton.jit
+def tile_of(pid, num_tiles, column_blocks, GROUP_M: tl.constexpr):
+    """Return the tile and the column block of a program: GROUP_M tiles share columns in L2."""
+    per_group = GROUP_M * column_blocks
+    first = pid // per_group * GROUP_M
+    size = tl.minimum(num_tiles - first, GROUP_M)
+    within = pid % per_group
+    return first + within % size, within // size
+
+
+@triton.jit
+def products(
+    a_rows,  # [BM, 1] pointers to the first element of each row
+    gate_rows,  # [1, BN]
+    up_rows,  # [1, BN], unused without a gate
+    depth,
+    stride_ak,
+    GATED: tl.constexpr,
+    INTEGER: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return a @ gate.T and a @ up.T over the whole depth.
+
+    INTEGER: int8 codes into one int32 accumulator, converted once afterwards. Otherwise weight
+    codes are converted in the tile to the dtype of a and summed in fp32, without TF32.
+    """
+    ACC: tl.constexpr = tl.int32 if INTEGER else tl.float32
+    gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+    up = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+    offsets = tl.arange(0, BLOCK_K)
+    for start in range(0, depth, BLOCK_K):
+        k = start + offsets
+        a_ptrs = a_rows + k[None, :] * stride_ak  # [BM, BK]
+        gate_ptrs = gate_rows + k[:, None]  # [BK, BN]
+        up_ptrs = up_rows + k[:, None]
+        if EVEN_K:
+            a = tl.load(a_ptrs)
+            w = tl.load(gate_ptrs)
+        else:
+            k_mask = k < depth
+            a = tl.load(a_ptrs, mask=k_mask[None, :], other=0)
+            w = tl.load(gate_ptrs, mask=k_mask[:, None], other=0)
+        gate = multiply_add(a, w, gate, INTEGER)
+        if GATED:
+            if EVEN_K:
+                w = tl.load(up_ptrs)
+            else:
+                w = tl.load(up_ptrs, mask=(k < depth)[:, None], other=0)
+            up = multiply_add(a, w, up, INTEGER)
+    return gate, up
+
+
+@triton.jit
+def multiply_add(a: tl.tensor, w: tl.tensor, acc: tl.tensor, INTEGER: tl.constexpr) -> tl.tensor:
+    """Return acc + a @ w, exact in int32 or summed in fp32."""
+    if INTEGER:
+        return tl.dot(a, w, acc, out_dtype=tl.int32)
+    else:
+        return tl.dot(a, w.to(a.dtype), acc, input_precision="ieee", out_dtype=tl.float32)
+
+
+@triton.jit
+def dequantize(
+    acc: tl.tensor,
+    a_scale: tl.tensor,  # [BM, 1] or a scalar
+    w_scale_ptr,  # of this expert
+    bias_ptr,  # of this expert
+    scale_index: tl.tensor,
+    column: tl.tensor,
+    INTEGER: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+) -> tl.tensor:
+    """Return float32(acc) * (a_scale * w_scale) + bias; the only place that leaves int32."""
+    w_scale = tl.load(w_scale_ptr + scale_index)[None, :]
+    scale = a_scale * w_scale if INTEGER else w_scale
+    value = acc.to(tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column)[None, :].to(tl.float32)
+        return tl.fma(value, scale, bias)
+    else:
+        return value * scale
+
+
+@triton.jit
+def row_scales(
+    a_scale_ptr, rows: tl.tensor, INTEGER: tl.constexpr, HAS_ROW_SCALE: tl.constexpr
+) -> tl.tensor:
+    """Return the activations' scales: [BM, 1], or one value for all rows."""
+    if not INTEGER:
+        return 1.0
+    elif HAS_ROW_SCALE:
+        return tl.load(a_scale_ptr + rows)[:, None]
+    else:
+        return tl.load(a_scale_ptr)
+
+
+@triton.jit
+def up_tile(
+    a_ptr,
+    a_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    order_ptr,
+    tile_ptr,  # expert, first position, end position
+    column_block,
+    top_k,
+    depth,
+    width,
+    stride_am,
+    stride_ak,
+    stride_we,
+    stride_wn,
+    up_offset,  # elements from a gate row to its up row
+    alpha,
+    beta,
+    limit,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    INTEGER: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,  # "channel", "tensor" or "halves"
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return the activated intermediate of one tile and where it goes: value, position, column.
+
+    h = dequantize(a[token] @ w13[expert].T) + bias; value = f(h[:I]) * (h[I:] + beta) in fp32.
+    """
+    expert = tl.load(tile_ptr).to(tl.int64)
+    end = tl.load(tile_ptr + 2)
+    position = tl.load(tile_ptr + 1) + tl.arange(0, BLOCK_M)
+    # Rows and columns past the end repeat the last one: no mask in the loop, nothing stored.
+    contribution = tl.load(order_ptr + tl.minimum(position, end - 1))
+    token = (contribution // top_k).to(tl.int64)
+    column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = tl.minimum(column, width - 1)
+    w_row = w_ptr + expert * stride_we + inside.to(tl.int64) * stride_wn
+    gate, up = products(
+        (a_ptr + token * stride_am)[:, None],
+        w_row[None, :],
+        (w_row + up_offset)[None, :],
+        depth,
+        stride_ak,
+        GATED,
+        INTEGER,
+        EVEN_K,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    ROWS: tl.constexpr = 2 if GATED else 1
+    a_scale = row_scales(a_scale_ptr, token, INTEGER, HAS_ROW_SCALE)
+    if SCALE_COLUMNS == "channel":
+        w_scale_ptr += expert * ROWS * width
+        scale_index = inside
+        up_index = inside + width
+    else:
+        w_scale_ptr += expert * (2 if SCALE_COLUMNS == "halves" else 1)
+        scale_index = inside * 0
+        up_index = scale_index + (1 if SCALE_COLUMNS == "halves" else 0)
+    if HAS_BIAS:
+        bias_ptr += expert * ROWS * width
+    h = dequantize(gate, a_scale, w_scale_ptr, bias_ptr, scale_index, inside, INTEGER, HAS_BIAS)
+    u = h
+    if GATED:
+        u = dequantize(
+            up, a_scale, w_scale_ptr, bias_ptr, up_index, inside + width, INTEGER, HAS_BIAS
+        )
+    value = apply_gate(h, u, alpha, beta, limit, ACTIVATION, GATED, HAS_LIMIT)
+    return value, position, column, position < end
+
+
+@triton.jit
+def down_tile(
+    a_ptr,
+    a_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    weights_ptr,
+    order_ptr,
+    tile_ptr,
+    column_block,
+    top_k,
+    depth,
+    width,
+    stride_am,
+    stride_we,
+    stride_wn,
+    stride_rt,
+    stride_rk,
+    HAS_BIAS: tl.constexpr,
+    HAS_ROUTER_WEIGHT: tl.constexpr,
+    INTEGER: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,  # "channel" or "tensor"
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return weighted contributions of one tile: value, contribution, column, whether real.
+
+    value = (dequantize(a[position] @ w2[expert].T) + bias) * router weight, all in fp32.
+    """
+    expert = tl.load(tile_ptr).to(tl.int64)
+    end = tl.load(tile_ptr + 2)
+    position = tl.load(tile_ptr + 1) + tl.arange(0, BLOCK_M)
+    row = tl.minimum(position, end - 1).to(tl.int64)
+    contribution = tl.load(order_ptr + row)
+    column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = tl.minimum(column, width - 1)
+    w_row = w_ptr + expert * stride_we + inside.to(tl.int64) * stride_wn
+    acc, _ = products(
+        (a_ptr + row * stride_am)[:, None],
+        w_row[None, :],
+        w_row[None, :],
+        depth,
+        1,
+        False,
+        INTEGER,
+        EVEN_K,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    a_scale = row_scales(a_scale_ptr, row, INTEGER, HAS_ROW_SCALE)
+    if SCALE_COLUMNS == "channel":
+        w_scale_ptr += expert * width
+        scale_index = inside
+    else:
+        w_scale_ptr += expert
+        scale_index = inside * 0
+    if HAS_BIAS:
+        bias_ptr += expert * width
+    value = dequantize(acc, a_scale, w_scale_ptr, bias_ptr, scale_index, inside, INTEGER, HAS_BIAS)
+    if HAS_ROUTER_WEIGHT:
+        token = (contribution // top_k).to(tl.int64)
+        slot = (contribution % top_k).to(tl.int64)
+        weight = tl.load(weights_ptr + token * stride_rt + slot * stride_rk)
+        value = value * weight.to(tl.float32)[:, None]
+    return value, contribution, column, position < end

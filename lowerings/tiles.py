@@ -1,0 +1,201 @@
+"""Which tile for which problem on which device, as plain data; host only, needs no GPU.
+
+Letters as everywhere: T tokens, K experts per token, E local experts. All choices depend on sizes
+and device facts alone, never on a device's name, so an unknown device is nothing to warn about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from ..oracle import DeviceFacts
+
+# What one block may use where nobody knows: the least of all devices that have an int8 dot.
+LEAST_SHARED_MEMORY: Final = 65536
+# Least tile that tl.dot takes for 8-bit operands on every target.
+LEAST_M: Final = 16
+LEAST_N: Final = 32
+LEAST_K: Final = 32
+# From so many rows on, warp groups multiply asynchronously: Hopper and data centre Blackwell.
+ASYNC_M: Final = 64
+ASYNC_MAJORS: Final = (9, 10, 11)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Shape one program of a grouped product, with the launch options that go with it."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 1
+
+
+@dataclass(frozen=True)
+class Product:
+    """Describe one grouped product: contributions x depth times experts x (panels * width) x depth.
+
+    panels: 2 where gate and up rows are multiplied side by side. a_bytes: bytes of an activation
+    in the product, 1 for codes.
+    """
+
+    contributions: int
+    experts: int
+    depth: int
+    width: int
+    panels: int = 1
+    a_bytes: int = 1
+
+
+# Rows an expert gets on average (at most) -> tile of the first (two panels) and second product.
+# M tile by rows per expert, not by T: 16 to 12 rows, 32 to 24, 64 to 48, 128 above (H200).
+TABLE: Final[tuple[tuple[float, Tile, Tile], ...]] = (
+    (12, Tile(16, 64, 256, 4, 4), Tile(16, 64, 256, 4, 4)),
+    (24, Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4)),
+    (48, Tile(64, 64, 128, 4, 4), Tile(64, 128, 128, 4, 4)),
+    (float("inf"), Tile(128, 64, 128, 4, 3, 8), Tile(128, 128, 128, 4, 4, 8)),
+)
+# Few experts with very many rows each: wide tiles, and groups whose weights stay in L2.
+FEW_EXPERTS_TABLE: Final = (Tile(128, 64, 128, 4, 3, 32), Tile(128, 256, 128, 8, 3, 32))
+FEW_EXPERTS_ROWS: Final = 512
+# Activations in floating point: fp16 and bf16 on the tensor cores, fp32 without them.
+FLOAT_K: Final = 64
+FP32_TILE: Final = Tile(16, 32, 32, 4, 2)
+
+
+def rows_per_expert(contributions: int, experts: int) -> float:
+    """Return how many rows an expert gets on average when all of those that can are used."""
+    return contributions / max(1, min(experts, contributions))
+
+
+def ceil_div(size: int, part: int) -> int:
+    """Return size / part, rounded up."""
+    return -(-size // part)
+
+
+def tile_bound(
+    contributions: Any,
+    experts: int,
+    block_m: int,
+    *,
+    minimum: Callable[..., Any] = min,
+    cdiv: Callable[..., Any] = ceil_div,
+) -> Any:
+    """Return the most tiles that any routing can need; sizes may be symbolic, with their own ops.
+
+    sum(ceil(c / BM)) <= min(TK, ceil(TK / BM) + E), because only a non-empty expert pads.
+    """
+    return minimum(contributions, cdiv(contributions, block_m) + experts)
+
+
+def shared_memory(tile: Tile, product: Product, device: DeviceFacts) -> int:
+    """Return the bytes of shared memory that the pipelined operands of a tile take.
+
+    One buffer fewer than stages, but for the asynchronous products of Hopper and later, which
+    still read the last one (compiled offline with Triton 3.6 and 3.7: exact for sm_80 to sm_90).
+    """
+    row_bytes = tile.block_m * product.a_bytes + tile.block_n * product.panels
+    major = (device.capability or (0, 0))[0]
+    is_asynchronous = major in ASYNC_MAJORS and tile.block_m >= ASYNC_M
+    buffers = max(1, tile.num_stages - (0 if is_asynchronous else 1))
+    return buffers * row_bytes * tile.block_k
+
+
+def limit_of(device: DeviceFacts) -> int:
+    """Return the most shared memory that one program may use."""
+    return device.shared_memory or LEAST_SHARED_MEMORY
+
+
+def is_rocm(device: DeviceFacts) -> bool:
+    """Say whether facts are those of a ROCm device."""
+    return device.arch is not None and device.arch.startswith("gfx")
+
+
+def fit(tile: Tile, product: Product, device: DeviceFacts) -> Tile:
+    """Shrink a tile until it fits the problem and the device: stages, then K, then N, then M."""
+    tile = replace(tile, block_k=fitting_k(tile.block_k, product.depth))
+    if is_rocm(device):
+        tile = replace(tile, num_stages=2)
+    limit = limit_of(device)
+    while shared_memory(tile, product, device) > limit:
+        if tile.num_stages > 2:
+            tile = replace(tile, num_stages=tile.num_stages - 1)
+        elif tile.block_k > 2 * LEAST_K:
+            tile = replace(tile, block_k=tile.block_k // 2)
+        elif tile.block_n > LEAST_N:
+            tile = replace(tile, block_n=tile.block_n // 2)
+        elif tile.block_m > LEAST_M:
+            tile = replace(tile, block_m=tile.block_m // 2)
+        else:
+            return replace(tile, block_k=LEAST_K)
+    return tile
+
+
+def fitting_k(block_k: int, depth: int) -> int:
+    """Return the widest K tile up to block_k without a masked tail, or a masked one.
+
+    2880 is 45 tiles of 64; masking every load of 22.5 tiles of 128 costs more.
+    """
+    block_k = min(block_k, max(LEAST_K, 1 << (depth - 1).bit_length()))
+    smaller = block_k
+    while smaller >= 2 * LEAST_K:
+        if depth % smaller == 0:
+            return smaller
+        smaller //= 2
+    return min(block_k, 2 * FLOAT_K)
+
+
+def choose(product: Product, device: DeviceFacts, block_m: int | None = None) -> Tile:
+    """Return the table's tile for a product; block_m, once chosen, holds for the whole layer."""
+    rows = rows_per_expert(product.contributions, product.experts)
+    if product.a_bytes == 4:
+        tile = FP32_TILE
+    elif rows >= FEW_EXPERTS_ROWS and product.experts <= 16:
+        tile = FEW_EXPERTS_TABLE[0 if product.panels == 2 else 1]
+    else:
+        row = next(row for row in TABLE if rows <= row[0])
+        tile = row[1 if product.panels == 2 else 2]
+    if product.a_bytes == 2:
+        tile = replace(tile, block_k=min(tile.block_k, FLOAT_K))
+    if block_m is not None:
+        tile = replace(tile, block_m=block_m)
+    return fit(tile, product, device)
+
+
+def choose_pair(up: Product, down: Product, device: DeviceFacts) -> tuple[Tile, Tile]:
+    """Return tiles of both products; they share block_m, because they share the tile list."""
+    first = choose(up, device)
+    second = choose(down, device, first.block_m)
+    if second.block_m != first.block_m:
+        first = choose(up, device, second.block_m)
+    return first, second
+
+
+def candidates(product: Product, device: DeviceFacts, block_m: int) -> tuple[Tile, ...]:
+    """Return what max-autotune compares, the table's own tile first."""
+    chosen = choose(product, device, block_m)
+    if product.a_bytes == 4:
+        return (chosen,)
+    found = [chosen]
+    for tile in _variations(chosen, product):
+        fitted = fit(tile, product, device)
+        if fitted not in found and fitted.block_m == block_m:
+            found.append(fitted)
+    return tuple(found)
+
+
+def _variations(tile: Tile, product: Product) -> Iterator[Tile]:
+    """Yield tiles around the table's: other widths, depths, warps and stages."""
+    for block_n, warps in ((32, 4), (64, 4), (128, 4), (128, 8), (256, 8)):
+        accumulators = tile.block_m * block_n * product.panels
+        if accumulators > 32768 or accumulators < 32 * 32 * warps // 4:
+            continue
+        for block_k in (128, 256) if product.a_bytes == 1 else (64,):
+            for stages in (3, 4):
+                yield replace(
+                    tile, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages
+                )

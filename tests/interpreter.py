@@ -1,0 +1,52 @@
+"""Run Triton kernels in the interpreter with a bf16 that rounds; import before the kernels.
+
+Triton 3.6-3.7's interpreter truncates fp32 to bf16, converts integers to bf16 by their value as
+bits, and multiplies the bits of bf16 operands in ``tl.dot``. Removable once it does not.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+Handle = interpreter.TensorHandle
+_Builder = interpreter.InterpreterBuilder
+_cast, _dot = _Builder.cast_impl, _Builder.create_dot
+
+
+def _to_bf16(data: Any) -> Any:
+    values = torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32))
+    return values.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16).reshape(data.shape)
+
+
+def _from_bf16(data: Any) -> Any:
+    return (np.ascontiguousarray(data).astype(np.uint32) << 16).view(np.float32).reshape(data.shape)
+
+
+def _cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+    source, target = src.dtype.scalar, dst_type.scalar
+    if target == tl.bfloat16 and source != tl.bfloat16:
+        return Handle(_to_bf16(src.data), target)
+    if source == tl.bfloat16 and target != tl.bfloat16:
+        return _cast(self, Handle(_from_bf16(src.data), tl.float32), dst_type)
+    return _cast(self, src, dst_type)
+
+
+def _create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+    if a.dtype.scalar == tl.bfloat16:
+        a, b = (Handle(_from_bf16(x.data), tl.float32) for x in (a, b))
+    return _dot(self, a, b, d, *rest)
+
+
+_Builder.cast_impl = _cast_impl
+_Builder.create_dot = _create_dot
+for _name in ("si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui", "fp_ext", "fp_trunc"):
+    setattr(_Builder, f"create_{_name}", lambda self, src, dst_type: self.cast_impl(src, dst_type))
