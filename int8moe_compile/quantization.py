@@ -176,8 +176,10 @@ def _shape_refusal(module: nn.Module, structure: ExpertsStructure) -> str | None
     return None
 
 
-def _oracle_refusal(module: nn.Module, record: ExpertsRecord) -> str | None:
-    """Ask whether any backend would run the module where it is now."""
+def _oracle_refusal(
+    module: nn.Module, record: ExpertsRecord, device: torch.device | None = None
+) -> str | None:
+    """Ask whether any backend would run the module on a device, by default where it is now."""
     structure = record.structure
     w2 = from_hf_layout(getattr(module, structure.w2_name), structure.layout, "w2")
     top_k = getattr(module.config, "num_experts_per_tok", None)
@@ -193,7 +195,9 @@ def _oracle_refusal(module: nn.Module, record: ExpertsRecord) -> str | None:
     )
     scheme = record.scheme
     try:
-        select_int8_moe_backend(problem, scheme.weight_key, scheme.activation_key, device=w2.device)
+        select_int8_moe_backend(
+            problem, scheme.weight_key, scheme.activation_key, device=device or w2.device
+        )
     except NotImplementedError as error:
         return str(error)
     return None
