@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -136,3 +136,95 @@ def trace_functional(
             return make_fx(functional, decomposition_table=select_decomp_table())(*examples)
         finally:
             torch.compiler._is_compiling_flag = was_compiling
+
+
+def computes_gradients(graph: fx.Graph) -> bool:
+    """Say whether a joint graph has a backward part: AOTAutograd then adds inputs "tangents_N".
+
+    Removable when a graph pass of Inductor is told so (2.13 tells post-grad passes only).
+    """
+    return any(
+        node.op == "placeholder" and str(node.target).startswith("tangents") for node in graph.nodes
+    )
+
+
+def compilation_error(message: str) -> Exception:
+    """Return a ValueError that a compilation passes on to the user as it is.
+
+    Dynamo and Inductor wrap every exception of a backend but ShortenTraceback. Removable when a
+    backend can raise user errors.
+    """
+    from torch._dynamo.exc import ShortenTraceback
+
+    class CompilationError(ValueError, ShortenTraceback):
+        """Refuse what the user asked for while compiling."""
+
+    return CompilationError(message, first_useful_frame=None)
+
+
+def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return Inductor's settings for torch.compile's mode and options, checked as it does.
+
+    Removable when torch.compile resolves them for backends that wrap Inductor.
+    """
+    wrapper = torch._TorchCompileInductorWrapper(mode, options, None)
+    return dict(wrapper.config)
+
+
+def inductor_cache_dir() -> str:
+    """Return the directory that holds Inductor's compiled code, for the user's settings.
+
+    Removable when torch names the directory in public.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def select_algorithm(
+    name: str, choices: list[Any], inputs: list[Any], layout: Any, input_gen_fns: dict[int, Any]
+) -> Any:
+    """Return the output of the best of several Inductor choices; with one, nothing is timed.
+
+    Removable with torch 2.11: from 2.13 on autotune_select_algorithm returns (node, choice), in
+    2.11 the node alone.
+    """
+    from torch._inductor.select_algorithm import autotune_select_algorithm
+
+    found = autotune_select_algorithm(name, choices, inputs, layout, input_gen_fns=input_gen_fns)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def ieee_divide(dividend: Any, divisor: Any) -> Any:
+    """Return the IEEE fp32 quotient of two values of Inductor's loop IR in a Triton kernel.
+
+    Inductor's truediv becomes an approximate division there. Removable with torch 2.11, which has
+    no div_rn; its fp64 quotient, rounded to fp32, is the IEEE one (53 >= 2 * 24 + 2 bits).
+    """
+    from torch._inductor.ops_handler import OpsHandler
+    from torch._inductor.virtualized import ops
+
+    if hasattr(OpsHandler, "div_rn"):
+        return ops.div_rn(dividend, divisor)
+    if torch.version.hip is None:
+        return ops.inline_asm_elementwise(
+            dividend, divisor, asm="div.rn.f32 $0, $1, $2;", constraints="=f,f,f"
+        )
+    wide = [ops.to_dtype(value, torch.float64) for value in (dividend, divisor)]
+    return ops.to_dtype(ops.truediv(*wide), torch.float32)
+
+
+def launch_in_graph(kernel: Any, grid: tuple[Any, Any, Any], arguments: dict[str, Any]) -> None:
+    """Add the launch of a Triton kernel, which writes buffers among its arguments, to the graph.
+
+    Removable when Inductor offers lowerings a public way to launch a user's Triton kernel.
+    """
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+    from torch._inductor.ir import UserDefinedTritonKernel
+
+    UserDefinedTritonKernel(
+        kernel_idx=kernel_side_table.add_kernel(kernel),
+        grid=[grid],
+        tma_descriptor_metadata={},
+        kernel_args=arguments,
+    )

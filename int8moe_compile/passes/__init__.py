@@ -1,0 +1,61 @@
+"""Install the graph pass into Inductor's configuration and remove it again.
+
+The slot is torch._inductor.config.joint_custom_pre_pass. What stood there before is run first
+and put back on removal. Nothing of Inductor is imported before it is needed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .joint import ExpertsPass
+
+
+def installed() -> ExpertsPass | None:
+    """Return the pass that Inductor runs now, None if it is not ours."""
+    from torch._inductor import config
+
+    from .joint import ExpertsPass, as_passes
+
+    return next(
+        (p for p in as_passes(config.joint_custom_pre_pass) if type(p) is ExpertsPass), None
+    )
+
+
+def chained(slot: Any, backend: str) -> ExpertsPass:
+    """Return our pass with everything else that a slot holds run before it."""
+    from .joint import ExpertsPass
+
+    return ExpertsPass(backend, without_ours(slot))
+
+
+def without_ours(slot: Any) -> Any:
+    """Return what a slot holds beside our pass, in the form in which it held it."""
+    from .joint import ExpertsPass
+
+    if isinstance(slot, ExpertsPass):
+        return slot.before
+    if isinstance(slot, (list, tuple)):
+        kept = []
+        for entry in slot:
+            if not isinstance(entry, ExpertsPass):
+                kept.append(entry)
+            elif entry.before is not None:
+                kept.append(entry.before)
+        return type(slot)(kept)
+    return slot
+
+
+def install(backend: str) -> None:
+    """Put our pass into the slot, behind whatever is there; once only."""
+    from torch._inductor import config
+
+    config.joint_custom_pre_pass = chained(config.joint_custom_pre_pass, backend)
+
+
+def remove() -> None:
+    """Take our pass out of the slot and leave the rest."""
+    from torch._inductor import config
+
+    config.joint_custom_pre_pass = without_ours(config.joint_custom_pre_pass)

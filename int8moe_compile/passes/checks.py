@@ -1,0 +1,147 @@
+"""Decide whether a region may become one int8moe.experts call, by which backend, or why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, fx
+
+from ..oracle import MoeProblem, select_int8_moe_backend
+from ..schemes import ACTIVATION_WORDS, INT8_STATIC_CHANNEL, INT8_STATIC_TENSOR, QuantKey
+from .canonical import Canon, bound_arguments, digest, is_size, value
+from .patterns import full_pattern
+from .region import Region
+
+
+class RefusedError(Exception):
+    """Leave the region alone; the message is the reason that is kept."""
+
+
+def check_region(region: Region, backend: str, order: dict[fx.Node, int]) -> str:
+    """Return the backend that runs a region. Raises RefusedError with the reason if none may.
+
+    Raises ValueError if a backend was named and cannot run it.
+    """
+    inner = inner_nodes(region)
+    _check_users(region, inner, order)
+    _check_mutations(region, inner, order)
+    _check_same_expression(region)
+    return _choose_backend(region, backend)
+
+
+def marker_arguments(marker: fx.Node) -> dict[str, object]:
+    """Return the arguments of an int8moe.dequantize call by name."""
+    return dict(bound_arguments(marker))
+
+
+def inner_nodes(region: Region) -> dict[fx.Node, None]:
+    """List the nodes of a region between its leaves and its output, the output included."""
+    leaves = set(region.leaves.values())
+    found: dict[fx.Node, None] = {region.output: None}
+    queue = [region.output]
+    for node in queue:
+        for operand in node.all_input_nodes:
+            if operand not in leaves and operand not in found and not is_size(operand):
+                found[operand] = None
+                queue.append(operand)
+    return found
+
+
+def _check_users(region: Region, inner: dict[fx.Node, None], order: dict[fx.Node, int]) -> None:
+    """Refuse a region whose results on the way are used outside it: they would be computed twice.
+
+    Only what depends on the weights counts. The sorted ids may be used elsewhere, and sizes may
+    be read off any tensor that stays.
+    """
+    depends = {region.leaves["w13"], region.leaves["w2"]}
+    for node in sorted(inner, key=order.__getitem__):
+        if any(operand in depends for operand in node.all_input_nodes):
+            depends.add(node)
+    for node in sorted(depends - {region.output}, key=order.__getitem__):
+        for user in node.users:
+            if user not in inner:
+                what = "read for its size" if is_size(user) else "used"
+                raise RefusedError(
+                    f"{node.name} inside the experts is also {what} by {user.name} outside"
+                )
+
+
+def _check_mutations(region: Region, inner: dict[fx.Node, None], order: dict[fx.Node, int]) -> None:
+    """Refuse a region that something writes into while it is computed."""
+    first = min(order[node] for node in inner)
+    touched = {*inner, *region.leaves.values()}
+    for node, index in order.items():
+        if first < index < order[region.output]:
+            for written in _written_operands(node):
+                if written in touched:
+                    raise RefusedError(f"{node.name} writes into {written.name} in between")
+
+
+def _written_operands(node: fx.Node) -> Iterator[fx.Node]:
+    """List the tensors that an operator call changes in place."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return
+    for argument, (_, given) in zip(
+        node.target._schema.arguments, bound_arguments(node), strict=True
+    ):
+        if argument.is_write:
+            yield from (given,) if isinstance(given, fx.Node) else ()
+
+
+def _check_same_expression(region: Region) -> None:
+    """Refuse a region that is not, operation by operation, what Hugging Face's forward computes."""
+    wanted = full_pattern(
+        region.implementation, region.layout, region.problem, region.spelling, region.literals
+    )
+    (output,) = wanted.outputs
+    names = {node: name for name, node in region.leaves.items()}
+    if digest(region.output, names, region.canon) != digest(
+        output, wanted.inputs, Canon(output.graph)
+    ):
+        raise RefusedError(f"its expression is not that of {region.implementation}")
+
+
+def _choose_backend(region: Region, backend: str) -> str:
+    """Ask the oracle. ValueError from a named backend goes on to the user."""
+    w13, w2 = (marker_arguments(region.leaves[which]) for which in ("w13", "w2"))
+    words = {str(w13["activation_quant"]), str(w2["activation_quant"])}
+    if len(words) != 1:
+        raise RefusedError(f"its weights want different activation_quant: {sorted(words)}")
+    problem, (word,) = region.problem, words
+    asked = MoeProblem(
+        num_experts=problem.experts,
+        top_k=_known_size(value(region.leaves["topk_ids"]), 1, problem.top_k),
+        hidden_size=problem.hidden,
+        intermediate_size=problem.intermediate,
+        dtype=problem.hidden_dtype,
+        gated=region.gate.gated,
+        activation=region.gate.activation,
+        has_bias=region.layout.has_bias,
+    )
+    keys = {kind: key for key, kind in ACTIVATION_WORDS.items()}
+    try:
+        choice = select_int8_moe_backend(
+            asked, _weight_key(w13, w2), keys[word], backend, problem.device
+        )
+    except NotImplementedError as error:
+        raise RefusedError(str(error)) from error
+    return choice.backend
+
+
+def _weight_key(*markers: dict[str, object]) -> QuantKey:
+    """Read the granularity off the scales: [E,1] and [E,2] are per tensor, [E,N] per channel."""
+    for arguments in markers:
+        codes, scale = arguments["codes"], arguments["scale"]
+        assert isinstance(codes, fx.Node) and isinstance(scale, fx.Node), "markers take tensors"
+        if value(scale).shape[1] == value(codes).shape[1]:
+            return INT8_STATIC_CHANNEL
+    return INT8_STATIC_TENSOR
+
+
+def _known_size(tensor: Tensor, dim: int, otherwise: int) -> int:
+    """Return a size, by its example where it is symbolic."""
+    size = tensor.shape[dim]
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else otherwise

@@ -1,0 +1,93 @@
+"""The pass over Inductor's joint graph: every experts call it proves becomes int8moe.experts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from ..compat import compilation_error, computes_gradients
+from .checks import RefusedError, check_region
+from .fingerprint import package_hash
+from .notices import GRADIENTS, warn_once
+from .outcome import Outcome
+from .region import Region, Unmatched, find_regions, is_marker
+from .rewrite import rewrite_region
+
+log = logging.getLogger(__name__)
+
+Pass = Callable[[fx.Graph], None]
+AUTO: Final = "auto"
+
+
+class ExpertsPass(CustomGraphPass):
+    """Run the passes that stood in the same place before, then rewrite experts calls.
+
+    backend: "auto" or the name of the one that must run them. ``outcomes`` grows by one entry a
+    layer and graph. A second run over a graph finds nothing left to do.
+    """
+
+    def __init__(self, backend: str = AUTO, before: Any = None) -> None:
+        self.backend = backend
+        self.before = before
+        self.outcomes: list[Outcome] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Rewrite the graph in place, or leave it alone and keep the reasons."""
+        for earlier in as_passes(self.before):
+            earlier(graph)
+        if not any(is_marker(node) for node in graph.nodes):
+            return
+        if computes_gradients(graph):
+            warn_once(GRADIENTS)
+            self._keep([Outcome("", rewritten=False, reason="the graph computes gradients")])
+            return
+        self._keep([self._treat(found) for found in find_regions(graph)])
+        graph.lint()
+
+    def uuid(self) -> Any:
+        """Identify the package's files, the options and the passes before; None turns caches off.
+
+        A pass before that has no identity, such as a plain function, turns them off as it would
+        alone.
+        """
+        identities = []
+        for earlier in as_passes(self.before):
+            identity = earlier.uuid() if isinstance(earlier, CustomGraphPass) else None
+            if not identity:
+                return None
+            identities.append(identity)
+        return ("int8moe_compile", package_hash(), self.backend, tuple(identities))
+
+    def _treat(self, found: Region | Unmatched) -> Outcome:
+        if isinstance(found, Unmatched):
+            return Outcome(found.name, rewritten=False, reason=found.reason)
+        order = {node: index for index, node in enumerate(found.output.graph.nodes)}
+        try:
+            backend = check_region(found, self.backend, order)
+            rewrite_region(found)
+        except RefusedError as refused:
+            return Outcome(found.name, rewritten=False, reason=str(refused))
+        except ValueError as error:
+            raise compilation_error(str(error)) from error
+        return Outcome(found.name, rewritten=True, backend=backend)
+
+    def _keep(self, outcomes: list[Outcome]) -> None:
+        for outcome in outcomes:
+            name = outcome.name or "experts"
+            if outcome.rewritten:
+                log.info("%s: rewritten for backend %s", name, outcome.backend)
+            else:
+                log.info("%s: left alone: %s", name, outcome.reason)
+            if outcome not in self.outcomes:
+                self.outcomes.append(outcome)
+
+
+def as_passes(slot: Any) -> tuple[Pass, ...]:
+    """Return the passes in a slot of Inductor's configuration, which may hold none or several."""
+    if slot is None:
+        return ()
+    return tuple(slot) if isinstance(slot, (list, tuple)) else (slot,)

@@ -1,0 +1,310 @@
+"""Find the nodes of a graph that compute one experts call, starting from its weight markers.
+
+Letters: T tokens, K experts per token, E experts, H hidden, I intermediate, N = 2*I gated, else I.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from ..structure import Gate, Layout
+from .canonical import Canon, UnknownSizeError, is_size, value
+from .matcher import Binding, Matcher
+from .patterns import (
+    IMPLEMENTATIONS,
+    Literals,
+    Problem,
+    Spelling,
+    frame_pattern,
+    gate_pattern,
+    spellings,
+)
+
+aten = torch.ops.aten
+
+# Dynamo writes L['self'].model.layers.0, export L['self']... or mod.model.layers.0.
+_ROOT = re.compile(r"^(L\['\w+'\]|self|mod)(?=[.\[]|$)")
+_INDEX = re.compile(r"\[['\"]?(\w+)['\"]?\]")
+# A region has 20 to 60 nodes; a walk that leaves it need not go on through the model.
+_NEAR = 400
+_LOOP = (
+    "the experts run as a Python loop: set_experts_implementation('grouped_mm') or 'batched_mm' "
+    "first"
+)
+
+
+@dataclass(frozen=True)
+class Region:
+    """One experts call in a graph: its inputs by role, its result, and how it is written."""
+
+    name: str
+    leaves: Mapping[str, fx.Node]
+    output: fx.Node
+    implementation: str
+    layout: Layout
+    problem: Problem
+    spelling: Spelling
+    literals: Literals
+    canon: Canon = field(repr=False)
+
+    @property
+    def gate(self) -> Gate:
+        """Return the gate as the operator's arguments."""
+        return self.spelling.gate(self.literals)
+
+
+@dataclass(frozen=True)
+class Unmatched:
+    """A marked weight that no known experts call explains, and why."""
+
+    name: str
+    marker: fx.Node
+    reason: str
+
+
+def is_marker(node: fx.Node) -> bool:
+    """Say whether a node is int8moe.dequantize."""
+    return node.op == "call_function" and node.target is torch.ops.int8moe.dequantize.default
+
+
+def layer_name(node: fx.Node) -> str:
+    """Return the dotted name of the module that a node was traced in, "" for the root."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = str(next(iter(reversed(stack.values())))[0]) if stack else ""
+    inside = _ROOT.sub("", path).replace("._modules", "")
+    return _INDEX.sub(r".\1", inside).strip(".")
+
+
+def find_regions(graph: fx.Graph) -> list[Region | Unmatched]:
+    """Explain every marker of a graph: as a weight of a region, or by a reason why not."""
+    markers = [node for node in graph.nodes if is_marker(node)]
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    canon = Canon(graph)
+    found: list[Region | Unmatched] = []
+    explained: set[fx.Node] = set()
+    misses: dict[fx.Node, _Miss] = {}
+    for marker in markers:
+        try:
+            result: Region | _Miss = _Search(marker, markers, order, canon).run()
+        except UnknownSizeError as error:
+            result = _Miss(str(error))
+        if isinstance(result, Region):
+            found.append(result)
+            explained.update((result.leaves["w13"], result.leaves["w2"]))
+        else:
+            misses[marker] = result
+    found.extend(_group_misses(misses, explained))
+    return found
+
+
+@dataclass(frozen=True)
+class _Miss:
+    """Why a marker does not look like the w2 of a call; progress says how alike it was."""
+
+    reason: str
+    progress: int = -1
+
+
+def _group_misses(misses: Mapping[fx.Node, _Miss], explained: set[fx.Node]) -> list[Unmatched]:
+    """Report the unexplained markers of a layer once, by the reason that came closest."""
+    by_layer: dict[str, list[fx.Node]] = {}
+    for marker in misses:
+        if marker not in explained:
+            by_layer.setdefault(layer_name(marker), []).append(marker)
+    return [
+        Unmatched(name, best, misses[best].reason)
+        for name, markers in by_layer.items()
+        for best in [max(markers, key=lambda marker: misses[marker].progress)]
+    ]
+
+
+class _Search:
+    """Try to read one marker as the w2 of an experts call."""
+
+    def __init__(
+        self,
+        marker: fx.Node,
+        markers: list[fx.Node],
+        order: Mapping[fx.Node, int],
+        canon: Canon,
+    ) -> None:
+        self._marker = marker
+        self._order = order
+        self._canon = canon
+        self._shape = canon.sizes.shape(value(marker))
+        self._rows = {
+            shape[1]
+            for shape in (canon.sizes.shape(value(other)) for other in markers)
+            if (shape[0], shape[2]) == self._shape[:2]
+        }
+        self._miss = _Miss("no other weight of the graph fits it as gate_up_proj or up_proj")
+
+    def run(self) -> Region | _Miss:
+        """Return the region, or the reason of the attempt that came furthest."""
+        if not self._rows & {self._shape[2], 2 * self._shape[2]}:
+            return self._miss
+        total = self._first_sum()
+        if total is None:
+            return _Miss(_LOOP)
+        for attempt in self._attempts(total):
+            region = self._try(*attempt)
+            if region is not None:
+                return region
+        return self._miss
+
+    def _first_sum(self) -> fx.Node | None:
+        """Walk forward to the sum over slots: [T,K,H] over dimension 1."""
+        queue = [(self._order[self._marker], self._marker)]
+        seen = {self._marker}
+        while queue and len(seen) < _NEAR:
+            _, node = heapq.heappop(queue)
+            if node.target is aten.sum.dim_IntList and node.args[1] == [1]:
+                shape = value(node.args[0]).shape  # type: ignore[arg-type]
+                if len(shape) == 3 and shape[2] == self._shape[1]:
+                    return node
+            for user in node.users:
+                if user not in seen and not is_size(user):
+                    seen.add(user)
+                    heapq.heappush(queue, (self._order[user], user))
+        return None
+
+    def _attempts(self, total: fx.Node) -> Iterator[tuple[fx.Node, str, Layout, Problem]]:
+        """List what the call may be, by what kinds of tensors are near it."""
+        tokens, top_k, _ = self._canon.sizes.shape(value(total.args[0]))  # type: ignore[arg-type]
+        near = _tensors_before(total)
+        experts, hidden, intermediate = self._shape
+        routing = (tokens, top_k)
+        kinds = {(self._canon.sizes.shape(value(node)), value(node).dtype) for node in near}
+        floats = [d for s, d in kinds if s == routing and d.is_floating_point]
+        ids = [d for s, d in kinds if s == routing and d in (torch.int64, torch.int32)]
+        biases = [d for s, d in kinds if s == (experts, hidden) and d.is_floating_point]
+        operators = {str(node.target) for node in near}
+        names = [name for name in IMPLEMENTATIONS if _may_be(name, operators)]
+        converted = [user for user in total.users if _is_cast(user)]
+        weight_dtype = value(self._marker).dtype
+        for output, name, router_dtype, id_dtype, gated, bias_dtype in itertools.product(
+            (*converted, total), names, floats, ids, (True, False), (*biases, None)
+        ):
+            if (2 * intermediate if gated else intermediate) not in self._rows:
+                continue
+            if name == "batched_mm" and value(output).dtype != weight_dtype:
+                continue  # its products take one dtype only
+            problem = Problem(
+                tokens=tokens,
+                top_k=top_k,
+                experts=experts,
+                hidden=hidden,
+                intermediate=intermediate,
+                gated=gated,
+                device=value(self._marker).device,
+                weight_dtype=weight_dtype,
+                hidden_dtype=value(output).dtype,
+                router_dtype=router_dtype,
+                bias_dtype=bias_dtype or weight_dtype,
+                id_dtype=id_dtype,
+            )
+            for transposed, interleaved in ((False, False), (True, True), (True, False)):
+                yield output, name, Layout(transposed, interleaved, bias_dtype is not None), problem
+
+    def _try(
+        self, output: fx.Node, implementation: str, layout: Layout, problem: Problem
+    ) -> Region | None:
+        """Match the call around its gate, then the gate, then what enters the gate."""
+        try:
+            frame = frame_pattern(implementation, layout, problem)
+        except Exception as error:
+            # Hugging Face's code cannot run on such tensors, so that it did not trace this graph.
+            self._keep(f"{implementation} does not run on them: {error}", 0)
+            return None
+        around = Matcher(frame, self._canon)
+        if not around.match(frame.outputs[0], output):
+            self._keep(_differs(implementation, around.difference), around.progress)
+            return None
+        gated = around.binding.inputs["gated"]
+        shape = (problem.tokens * problem.top_k, problem.rows)
+        closest = _Miss("")
+        for spelling in spellings(gated=problem.gated):
+            pattern = gate_pattern(spelling, shape, problem.weight_dtype, layout.interleaved)
+            gate = Matcher(pattern, self._canon)
+            if not gate.match(pattern.outputs[0], gated):
+                closest = max(closest, _Miss(gate.difference, gate.progress), key=_progress)
+                continue
+            if around.match(frame.outputs[1], gate.binding.inputs["projected"]):
+                return self._region(
+                    around.binding, gate.binding, output, implementation, layout, problem, spelling
+                )
+            self._keep(_differs(implementation, around.difference), 100 + around.progress)
+        self._keep(
+            f"the activation between the two products is none that the operator has "
+            f"({closest.reason})",
+            50 + closest.progress,
+        )
+        return None
+
+    def _region(
+        self,
+        around: Binding,
+        gate: Binding,
+        output: fx.Node,
+        implementation: str,
+        layout: Layout,
+        problem: Problem,
+        spelling: Spelling,
+    ) -> Region | None:
+        leaves = {name: node for name, node in around.inputs.items() if name != "gated"}
+        if not (is_marker(leaves["w13"]) and is_marker(leaves["w2"])):
+            self._keep("only one of the two weights is int8", 200)
+            return None
+        return Region(
+            name=layer_name(leaves["w13"]),
+            leaves=leaves,
+            output=output,
+            implementation=implementation,
+            layout=layout,
+            problem=problem,
+            spelling=spelling,
+            literals=gate.literals,
+            canon=self._canon,
+        )
+
+    def _keep(self, reason: str, progress: int) -> None:
+        self._miss = max(self._miss, _Miss(reason, progress), key=_progress)
+
+
+def _progress(miss: _Miss) -> int:
+    return miss.progress
+
+
+def _differs(implementation: str, difference: str) -> str:
+    return f"the graph is not Hugging Face's {implementation} forward: {difference}"
+
+
+def _may_be(implementation: str, operators: set[str]) -> bool:
+    """Say whether the products of an implementation occur."""
+    if implementation == "batched_mm":
+        return str(aten.bmm.default) in operators
+    return any("grouped_mm" in name for name in operators)
+
+
+def _is_cast(node: fx.Node) -> bool:
+    return node.target is torch.ops.prims.convert_element_type.default
+
+
+def _tensors_before(output: fx.Node) -> list[fx.Node]:
+    """List the nearest tensors that a node is computed from, not looking behind markers."""
+    queue, seen = [output], {output}
+    for node in queue:
+        if len(seen) > _NEAR:
+            break
+        for operand in () if is_marker(node) else node.all_input_nodes:
+            if operand not in seen:
+                seen.add(operand)
+                queue.append(operand)
+    return [node for node in queue if isinstance(value(node), Tensor)]

@@ -1,0 +1,78 @@
+"""Replace a checked region by one call of int8moe.experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensor
+
+from .canonical import value
+from .checks import RefusedError, inner_nodes, marker_arguments
+from .region import Region
+
+_KEPT_META = ("nn_module_stack", "stack_trace", "original_aten", "from_node", "seq_nr", "source_fn")
+
+
+def rewrite_region(region: Region) -> fx.Node:
+    """Put the operator in the place of a region's output and erase what is unused then.
+
+    Raises RefusedError, with the graph unchanged, if the operator does not take the arguments.
+    """
+    graph, output = region.output.graph, region.output
+    args, kwargs = _arguments(region)
+    described = _describe(args, kwargs, value(output))
+    # Operands follow their users here, the weights' markers come last.
+    old = sorted(inner_nodes(region), key=list(graph.nodes).index, reverse=True)
+    with graph.inserting_before(output):
+        call = graph.call_function(torch.ops.int8moe.experts.default, args, kwargs)
+    call.meta.update({key: output.meta[key] for key in _KEPT_META if key in output.meta})
+    call.meta["val"] = described
+    output.replace_all_uses_with(call)
+    for node in (*old, region.leaves["w13"], region.leaves["w2"]):
+        if not node.users:
+            graph.erase_node(node)
+    return call
+
+
+def _arguments(region: Region) -> tuple[tuple[fx.Node, ...], dict[str, Any]]:
+    leaves, gate = region.leaves, region.gate
+    w13, w2 = (marker_arguments(leaves[which]) for which in ("w13", "w2"))
+    args: Any = (
+        leaves["hidden_states"],
+        w13["codes"],
+        w13["scale"],
+        w2["codes"],
+        w2["scale"],
+        leaves["topk_weights"],
+        leaves["topk_ids"],
+    )
+    given = {
+        "activation_quant": w13["activation_quant"],
+        "a13_scale": w13["a_scale"],
+        "a2_scale": w2["a_scale"],
+        "w13_bias": leaves.get("w13_bias"),
+        "w2_bias": leaves.get("w2_bias"),
+        "activation": gate.activation,
+        "alpha": gate.alpha,
+        "beta": gate.beta,
+        "limit": gate.limit,
+        "gated": gate.gated,
+    }
+    return args, {name: argument for name, argument in given.items() if argument is not None}
+
+
+def _describe(args: tuple[fx.Node, ...], kwargs: dict[str, Any], like: Any) -> Any:
+    """Return the fake result of the call, which must be what the region computed."""
+    fakes = [value(node) for node in args]
+    options = {k: value(v) if isinstance(v, fx.Node) else v for k, v in kwargs.items()}
+    mode = next(fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
+    try:
+        with mode:
+            result = torch.ops.int8moe.experts(*fakes, **options)
+    except ValueError as error:
+        raise RefusedError(f"int8moe::experts does not take it: {error}") from error
+    if (result.dtype, result.dim(), result.device) != (like.dtype, like.dim(), like.device):
+        raise RefusedError(f"int8moe::experts gives {result.dtype}, the graph {like.dtype}")
+    return result
