@@ -116,7 +116,7 @@ def _is_common(call: ExpertsArguments) -> bool:
     """Tell at once that _check_weights and _check_rows would pass a call of the usual layout.
 
     False only means unsure. Whole shapes compare in C, so sizes must be plain ints: together
-    with the other checks 9 us a call, where the named ones alone take 16 (same machine).
+    with the other checks 5.4 us a call, where the named ones alone take 15 (same machine).
     """
     x, w13, w13_scale, w2, w2_scale, weights, ids = call[:7]
     shape, routed = w13.shape, ids.shape

@@ -110,7 +110,7 @@ def test_tensor_scales_depend_on_the_batch() -> None:
 
 @pytest.mark.parametrize("word", ["token", "tensor", "static"])
 def test_threads_and_chunks_leave_bits_alone(word: str) -> None:
-    case = with_scheme(problem(4, T=70, H=2500, I=1100, dtype=torch.float32), word)
+    case = with_scheme(problem(4, T=40, H=2100, I=1050, E=2, dtype=torch.float32), word)
     before = torch.get_num_threads()
     try:
         results = []
@@ -261,7 +261,6 @@ def test_any_number_of_experts(experts: int) -> None:
     apart = torch.arange(7)[:, None].expand(7, 2) * 3 % experts
     for ids in (apart, torch.full((7, 2), experts - 1)):
         assert_as_reference(case.with_(topk_ids=ids, activation_quant="token"))
-        assert_close(case.with_(topk_ids=ids).run(), case.with_(topk_ids=ids))
 
 
 def test_square_shapes_use_the_right_axis() -> None:
