@@ -50,7 +50,7 @@ def quantize_(
     device, another scheme than the one a module has, calibration missing or superfluous.
     """
     # Importing it imports transformers, which a bare import of the package must not do.
-    from .hf import find_experts
+    from .hf import attach_quantizer, find_experts
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: wanted a torch.nn.Module, got {type(model).__name__}")
@@ -72,6 +72,7 @@ def quantize_(
     for job in jobs:
         _quantise_module(job)
     _choose_implementation(model)
+    attach_quantizer(model)
     _warn(refused)
     return model
 

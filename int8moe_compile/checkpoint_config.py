@@ -1,0 +1,230 @@
+"""Read a checkpoint's ``quantization_config``: which module is quantised how, in every dialect."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from .checkpoint_schemes import CheckpointKeys, compressed_tensors_keys, quark_keys
+from .errors import CheckpointError
+from .schemes import INT8_STATIC_CHANNEL, QuantKey, pair_refusal, parse_scheme
+
+COMPRESSED_TENSORS: Final = "compressed-tensors"
+QUARK: Final = "quark"
+GPTQ: Final = "gptq"
+OURS: Final = "int8moe"
+# Names under which a configuration may mean several modules that were fused for speed.
+_FUSED: Final[dict[str, tuple[str, ...]]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "w13": ("w1", "w3"),
+}
+_PRESETS: Final[dict[str, tuple[dict[str, Any], dict[str, Any] | None]]] = {
+    "W8A8": ({"strategy": "channel"}, {"strategy": "token", "dynamic": True}),
+    "INT8": ({"strategy": "channel"}, {"strategy": "token", "dynamic": True}),
+    "W8A16": ({"strategy": "channel"}, None),
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Hold what applies to the modules that some targets name."""
+
+    name: str
+    targets: tuple[str, ...]
+    keys: CheckpointKeys
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Answer how a module of a checkpoint is quantised.
+
+    by_component: entries match any run of name components (Quark) instead of a name or whatever
+    lies below it (compressed-tensors).
+    """
+
+    method: str
+    groups: tuple[Group, ...]
+    ignore: tuple[str, ...] = ()
+    by_component: bool = False
+
+    def keys_of(self, names: Sequence[str], class_name: str = "Linear") -> CheckpointKeys | None:
+        """Return the keys of a module under any of its names; None where it is not quantised."""
+        if self.ignored(names, class_name):
+            return None
+        matching = [
+            (rank, -index, group)
+            for index, group in enumerate(self.groups)
+            for target in group.targets
+            if (rank := self._rank(target, names, class_name)) > 0
+        ]
+        return max(matching, key=lambda item: item[:2])[2].keys if matching else None
+
+    def ignored(self, names: Sequence[str], class_name: str = "Linear") -> bool:
+        """Say whether the ignore list names a module or one that holds it."""
+        return any(self._rank(entry, names, class_name) > 0 for entry in self.ignore)
+
+    def _rank(self, entry: str, names: Sequence[str], class_name: str) -> int:
+        """Return how exactly an entry names a module: 3 by name, 2 by pattern, 1 by class, 0."""
+        if entry.startswith("re:"):
+            return 2 * any(_matches(entry[3:], name) for full in names for name in _above(full))
+        for spelling in _spellings(entry):
+            if "*" in spelling or "?" in spelling:
+                if any(fnmatch.fnmatchcase(name, spelling) for name in names):
+                    return 2
+            elif any(f"{name}.".startswith(f"{spelling}.") for name in names) or (
+                self.by_component and any(f".{spelling}." in f".{name}." for name in names)
+            ):
+                return 3
+        return int(entry in ("Linear", class_name))
+
+    def claims_experts(self) -> bool:
+        """Say whether some group could be int8 experts that this package runs, or must refuse."""
+        return any(concerns_us(group.keys) for group in self.groups)
+
+
+def without_zero_points(keys: CheckpointKeys) -> CheckpointKeys:
+    """Return asymmetric keys as the symmetric ones that they are once every zero point is 0."""
+    weight, activation = keys.weight_key, keys.activation_key
+    if weight is not None:
+        weight = replace(weight, symmetric=True)
+    if activation is not None:
+        activation = replace(activation, symmetric=True)
+    return CheckpointKeys(weight, activation, pair_refusal(weight, activation))
+
+
+def concerns_us(keys: CheckpointKeys) -> bool:
+    """Say whether keys are 8-bit integers without groups; a malformed entry counts as one."""
+    weight = keys.weight_key
+    if weight is None:
+        return keys.reason is not None and "num_bits" in keys.reason
+    return weight.bits == 8 and weight.granularity in ("tensor", "channel")
+
+
+def read_config(config: Mapping[str, Any]) -> CheckpointConfig:
+    """Read a ``quantization_config``; raises CheckpointError for a method that is not known."""
+    method = config.get("quant_method")
+    reader = _READERS.get(str(getattr(method, "value", method)))
+    if reader is None:
+        known = ", ".join(repr(name) for name in _READERS)
+        raise CheckpointError(f"quantization_config: quant_method: wanted {known}, got {method!r}")
+    return reader(config)
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> CheckpointConfig:
+    """Read the dialect of compressed-tensors and llm-compressor."""
+    groups = config.get("config_groups") or {}
+    if not isinstance(groups, Mapping):
+        raise CheckpointError(
+            f"quantization_config: config_groups: wanted a mapping, got {groups!r:.80}"
+        )
+    read = []
+    for name, group in groups.items():
+        if isinstance(group, (list, tuple)):
+            weights, inputs = _PRESETS.get(str(name), ({"strategy": str(name)}, None))
+            read.append(Group(name, _strings(group), compressed_tensors_keys(weights, inputs)))
+        elif isinstance(group, Mapping):
+            keys = compressed_tensors_keys(group.get("weights"), group.get("input_activations"))
+            read.append(Group(name, _strings(group.get("targets")), keys))
+        else:
+            raise CheckpointError(
+                f"quantization_config: config_groups: {name}: wanted a mapping, got {group!r:.80}"
+            )
+    return CheckpointConfig(COMPRESSED_TENSORS, tuple(read), _strings(config.get("ignore")))
+
+
+def _quark(config: Mapping[str, Any]) -> CheckpointConfig:
+    """Read the dialect of AMD Quark; entries for single layers come before the global one."""
+    groups = []
+    for field in ("layer_quant_config", "layer_type_quant_config"):
+        for target, entry in (config.get(field) or {}).items():
+            groups.append(Group(f"{field}: {target}", (target,), _quark_entry(entry)))
+    overall = config.get("global_quant_config")
+    if overall is not None:
+        groups.append(Group("global_quant_config", ("Linear",), _quark_entry(overall)))
+    exclude = _strings(config.get("exclude")) + _strings(config.get("excludes"))
+    return CheckpointConfig(QUARK, tuple(groups), exclude, by_component=True)
+
+
+def _quark_entry(entry: object) -> CheckpointKeys:
+    """Read the weight and the input of one Quark entry; newer exports wrap each in a list."""
+    fields = entry if isinstance(entry, Mapping) else {"weight": entry}
+
+    def one(value: object) -> object:
+        return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+    return quark_keys(one(fields.get("weight")), one(fields.get("input_tensors")))
+
+
+def _gptq(config: Mapping[str, Any]) -> CheckpointConfig:
+    """Read the dialect of GPTQ: weight-only codes along the input, one scale a group of inputs."""
+    group_size = config.get("group_size")
+    bits = config.get("bits")
+    key = replace(
+        INT8_STATIC_CHANNEL,
+        bits=bits if isinstance(bits, int) else -1,
+        symmetric=config.get("sym") is not False,
+    )
+    if group_size not in (None, -1):
+        key = QuantKey("group", bits=key.bits, symmetric=key.symmetric, group_size=group_size)
+    reason = pair_refusal(key, None)
+    if reason is None and config.get("desc_act"):
+        reason = "desc_act: input rows are reordered; only desc_act false is supported"
+    excluded = _strings(config.get("modules_to_not_convert"))
+    keys = CheckpointKeys(key, None, reason)
+    return CheckpointConfig(GPTQ, (Group(GPTQ, ("Linear",), keys),), excluded, by_component=True)
+
+
+def _ours(config: Mapping[str, Any]) -> CheckpointConfig:
+    """Read the fields of Int8MoeConfig."""
+    scheme = parse_scheme(config.get("scheme", "w8a8"))
+    keys = CheckpointKeys(scheme.weight_key, scheme.activation_key, None)
+    skip = _strings(config.get("skip")) + _strings(config.get("modules_to_not_convert"))
+    group = Group(OURS, ("re:.*\\.experts(\\.|$)", "re:.*\\.(input|output)_linear$"), keys)
+    return CheckpointConfig(OURS, (group,), skip)
+
+
+_READERS: Final[dict[str, Callable[[Mapping[str, Any]], CheckpointConfig]]] = {
+    COMPRESSED_TENSORS: _compressed_tensors,
+    QUARK: _quark,
+    GPTQ: _gptq,
+    OURS: _ours,
+}
+
+
+def _strings(value: object) -> tuple[str, ...]:
+    """Return a list of strings, however it was written; None is an empty one."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, Iterable) and not isinstance(value, Mapping):
+        found = tuple(value)
+        if all(isinstance(item, str) for item in found):
+            return found
+    raise CheckpointError(f"quantization_config: wanted a list of strings, got {value!r:.80}")
+
+
+def _spellings(entry: str) -> list[str]:
+    """Return an entry, and the names of the single modules where it names a fused one."""
+    head, _, last = entry.rpartition(".")
+    return [entry, *(f"{head}.{name}" if head else name for name in _FUSED.get(last, ()))]
+
+
+def _above(name: str) -> list[str]:
+    """Return a dotted name and the names of all that holds it."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Apply a regular expression of a configuration, which is anchored at the beginning."""
+    try:
+        return re.match(pattern, name) is not None
+    except re.error as error:
+        raise CheckpointError(
+            f"quantization_config: wanted a regular expression, got {pattern!r}: {error}"
+        ) from None

@@ -1,0 +1,74 @@
+"""Configurations that transformers hands to our quantizer."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..checkpoint_config import OURS
+from ..schemes import Scheme, parse_scheme
+
+
+class Int8MoeConfig(QuantizationConfigMixin):
+    """Ask for INT8 experts while a float checkpoint is being loaded.
+
+    scheme: as for quantize_, but "w8a8_static", which needs calibration on a loaded model.
+    skip: fnmatch patterns of module names. modules_to_not_convert: names, or parts of names between
+    dots, in transformers' own manner. Both leave experts modules in float.
+
+    Raises ValueError for a scheme that is not known.
+    """
+
+    def __init__(
+        self,
+        scheme: str | Scheme = "w8a8",
+        *,
+        skip: str | Sequence[str] = (),
+        modules_to_not_convert: Sequence[str] | None = None,
+        quant_method: str = OURS,
+    ) -> None:
+        if quant_method != OURS:
+            raise ValueError(f"quant_method: wanted {OURS!r}, got {quant_method!r}")
+        self.quant_method: Any = OURS
+        self.scheme = parse_scheme(scheme).name
+        self.skip = [skip] if isinstance(skip, str) else list(skip)
+        self.modules_to_not_convert = list(modules_to_not_convert or ())
+
+    def skips(self, name: str) -> str | None:
+        """Return the pattern that leaves a module out, None if none does."""
+        for pattern in self.skip:
+            if fnmatch.fnmatchcase(name, pattern):
+                return pattern
+        for part in self.modules_to_not_convert:
+            if f".{part}." in f".{name}.":
+                return part
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as they stand in a config.json."""
+        return copy.deepcopy(self.__dict__)
+
+
+class CheckpointQuantization(QuantizationConfigMixin):
+    """Carry a checkpoint's own ``quantization_config`` as it is."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self.fields = copy.deepcopy(dict(fields))
+        method = fields.get("quant_method")
+        self.quant_method: Any = getattr(method, "value", method)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the mapping as it was read."""
+        return copy.deepcopy(self.fields)
+
+    @classmethod
+    def from_dict(
+        cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> Any:
+        """Take a mapping; other arguments go back unused."""
+        config = cls(config_dict)
+        return (config, kwargs) if return_unused_kwargs else config
