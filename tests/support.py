@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from int8moe_compile.ops import reference
 from torch import Tensor
+
+from int8moe_compile.ops import cpu, reference
+from int8moe_compile.ops.arguments import ExpertsArguments
 
 EXPERTS = torch.ops.int8moe.experts
 DEQUANTIZE = torch.ops.int8moe.dequantize
@@ -153,6 +155,19 @@ def assert_close(out: Tensor, case: Problem) -> None:
     allowed = torch.maximum(2 * row_errors(plain, exact).amax(), ULPS[out.dtype] * ulp)
     worst = row_errors(out, exact) / allowed
     assert bool((worst <= 1).all()), f"error is {float(worst.max()):.2f} times the bound"
+
+
+def assert_as_reference(case: Problem) -> None:
+    """Hold the registered kernel to the bound, and the plain CPU kernel to the reference's bits.
+
+    Its integer products leave nothing to tiling, so only "none" has the bound there, too.
+    """
+    assert_close(case.run(), case)
+    plain = cpu.experts(ExpertsArguments(*case.args, **case.options))
+    if case.options.get("activation_quant") == "none":
+        assert_close(plain, case)
+    else:
+        assert torch.equal(plain, case.reference())
 
 
 def probe(x: Tensor) -> Problem:
