@@ -1,0 +1,222 @@
+"""Time one experts layer on CPU: the INT8 operator against every compiled Hugging Face variant.
+
+Variants are interleaved in one process and medians reported, so that a busy machine slows all of
+them alike; the best Hugging Face variant of each size is what the INT8 time is divided into.
+The routing of every repetition is the same for all variants; weights and routing are random.
+
+    PYTHONPATH=. python benchmarks/bench_cpu.py --shape qwen3-small --json out.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+import int8moe_compile  # noqa: F401
+from int8moe_compile.lowerings import cpu_build
+from int8moe_compile.ops.quantize import quantize_weight
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one layer and the token counts to run."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    tokens: tuple[int, ...]
+
+
+SHAPES = {
+    "qwen3-small": Shape(32, 4, 1024, 768, (1, 16, 128, 1024)),
+    "qwen1.5-moe": Shape(60, 4, 2048, 1408, (1, 16, 128)),
+}
+DTYPES = (torch.float32, torch.bfloat16)
+# batched_mm copies one expert's weights for every contribution: more than this is not run.
+BATCHED_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured size: milliseconds by variant, what INT8 gains, and its weight bandwidth."""
+
+    shape: str
+    tokens: int
+    milliseconds: dict[str, float]
+    best_hf: str
+    speedup: float
+    int8_gigabytes_per_second: float
+    share_of_read_bandwidth: float
+
+
+def make_hf(
+    shape: Shape, name: str, dtype: torch.dtype, w13: Tensor, w2: Tensor
+) -> Callable[..., Tensor]:
+    """Build the experts module that Hugging Face would run, not yet compiled."""
+    config = transformers.Qwen3MoeConfig(
+        num_experts=shape.experts,
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.intermediate,
+        num_experts_per_tok=shape.top_k,
+    )
+    config._experts_implementation = name
+    with torch.device("meta"):
+        module = Qwen3MoeExperts(config)
+    module.gate_up_proj = torch.nn.Parameter(w13.to(dtype), requires_grad=False)
+    module.down_proj = torch.nn.Parameter(w2.to(dtype), requires_grad=False)
+    return module
+
+
+def make_int8(w13: Tensor, w2: Tensor) -> Callable[..., Tensor]:
+    """Quantise the same weights; the result takes what a Hugging Face module takes."""
+    (w13_codes, w13_scale), (w2_codes, w2_scale) = quantize_weight(w13), quantize_weight(w2)
+
+    def int8(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        result: Tensor = torch.ops.int8moe.experts(
+            x, w13_codes, w13_scale, w2_codes, w2_scale, weights, ids
+        )
+        return result
+
+    return int8
+
+
+def median_times(
+    calls: dict[str, Callable[[], object]], seconds: float, minimum: int
+) -> dict[str, float]:
+    """Return the median milliseconds of each call, taken in turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    start = time.perf_counter()
+    while len(next(iter(times.values()))) < minimum or time.perf_counter() - start < seconds:
+        for name, call in calls.items():
+            before = time.perf_counter()
+            call()
+            times[name].append((time.perf_counter() - before) * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def read_bandwidth() -> float:
+    """Return the bytes a second that all threads read from memory together (best of several)."""
+    data = torch.ones(64 << 20, dtype=torch.float32)
+    best = 0.0
+    for _ in range(9):
+        before = time.perf_counter()
+        data.sum()
+        best = max(best, data.nbytes / (time.perf_counter() - before))
+    return best
+
+
+def bench(name: str, shape: Shape, seconds: float, bandwidth: float) -> list[Row]:
+    """Measure every token count of one shape."""
+    torch.manual_seed(0)
+    w13 = torch.randn(shape.experts, 2 * shape.intermediate, shape.hidden)
+    w13 /= math.sqrt(shape.hidden)
+    w2 = torch.randn(shape.experts, shape.hidden, shape.intermediate)
+    w2 /= math.sqrt(shape.intermediate)
+    layers = {
+        (variant, dtype): make_hf(shape, variant, dtype, w13, w2)
+        for dtype in DTYPES
+        for variant in ("grouped_mm", "batched_mm")
+    }
+    layers |= dict.fromkeys((("int8", dtype) for dtype in DTYPES), make_int8(w13, w2))
+    del w13, w2
+    results = []
+    for tokens in shape.tokens:
+        torch.compiler.reset()  # all variants share code objects, and so one recompilation limit
+        x = torch.randn(tokens, shape.hidden)
+        routing = torch.softmax(torch.randn(tokens, shape.experts), -1)
+        weights, ids = routing.topk(shape.top_k)
+        calls: dict[str, Callable[[], object]] = {}
+        for (variant, dtype), layer in layers.items():
+            copied = 3 * tokens * shape.top_k * shape.hidden * shape.intermediate * dtype.itemsize
+            if variant == "batched_mm" and copied > BATCHED_BYTES:
+                continue
+            compiled = torch.compile(layer, dynamic=False, fullgraph=True)
+            arguments = (x.to(dtype), ids, weights.to(dtype))
+            calls[f"{variant} {str(dtype)[6:]}"] = functools.partial(compiled, *arguments)
+        for call in calls.values():
+            call()
+            call()
+        results.append(summary(name, shape, ids, median_times(calls, seconds, 5), bandwidth))
+        print(line(results[-1]), flush=True)
+    return results
+
+
+def summary(name: str, shape: Shape, ids: Tensor, times: dict[str, float], bandwidth: float) -> Row:
+    """Divide the best Hugging Face time by the slower of the two INT8 times."""
+    best_hf = min((label for label in times if not label.startswith("int8")), key=times.__getitem__)
+    ours = max(value for label, value in times.items() if label.startswith("int8"))
+    read = ids.unique().numel() * 3 * shape.hidden * shape.intermediate
+    speed = read / (ours * 1e-3)
+    return Row(
+        shape=name,
+        tokens=ids.shape[0],
+        milliseconds={label: round(value, 3) for label, value in times.items()},
+        best_hf=best_hf,
+        speedup=round(times[best_hf] / ours, 2),
+        int8_gigabytes_per_second=round(speed / 1e9, 2),
+        share_of_read_bandwidth=round(speed / bandwidth, 2),
+    )
+
+
+def line(row: Row) -> str:
+    """Format one row of the table."""
+    times = "  ".join(f"{name} {value:.2f}" for name, value in row.milliseconds.items())
+    return (
+        f"{row.shape:12} T {row.tokens:5}  ms: {times}  | {row.speedup:.2f}x over {row.best_hf}, "
+        f"{row.int8_gigabytes_per_second:.1f} GB/s ({row.share_of_read_bandwidth:.0%} of reading)"
+    )
+
+
+def cpu_model() -> str:
+    """Return the processor's name, where the system tells it."""
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for entry in path.read_text().splitlines():
+            if entry.startswith("model name"):
+                return entry.partition(":")[2].strip()
+    return platform.processor()
+
+
+def main() -> None:
+    """Run the shapes asked for, print the table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=[*SHAPES, "all"], default="all")
+    parser.add_argument("--seconds", type=float, default=4.0, help="a size's measuring time")
+    parser.add_argument("--json", type=Path, help="file to write")
+    options = parser.parse_args()
+    facts = {
+        "cpu": cpu_model(),
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "kernel": "compiled" if cpu_build.kernel() else "plain",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "read_gigabytes_per_second": round(read_bandwidth() / 1e9, 2),
+    }
+    print(facts, flush=True)
+    chosen = SHAPES if options.shape == "all" else {options.shape: SHAPES[options.shape]}
+    rows: list[Row] = []
+    with torch.inference_mode():
+        for name, shape in chosen.items():
+            bandwidth = float(facts["read_gigabytes_per_second"]) * 1e9
+            rows += bench(name, shape, options.seconds, bandwidth)
+    if options.json:
+        options.json.write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}))
+
+
+if __name__ == "__main__":
+    main()
