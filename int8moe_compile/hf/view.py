@@ -9,6 +9,7 @@ expects, dequantised by the marker operator, by which the graph pass knows them 
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import weakref
 from dataclasses import replace
@@ -68,28 +69,23 @@ def marked_weight(module: nn.Module, record: ExpertsRecord, which: Which) -> Ten
     return to_hf_layout(weight, structure.layout, which)
 
 
-class QuantisedForward:
+def run_on_view(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call the class's own forward with a view in place of the module."""
+    record = record_of(module)
+    assert record is not None, "the forward of an experts module outlived its record"
+    return type(module).forward(cast(nn.Module, ExpertsView(module, record)), *args, **kwargs)
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the class's forward, whatever its arguments are."""
-        module = self.module
-        record = record_of(module)
-        assert record is not None, "the forward of an experts module outlived its record"
-        return type(module).forward(cast(nn.Module, ExpertsView(module, record)), *args, **kwargs)
+def forward_of(module: nn.Module) -> functools.partial[Any]:
+    """Return the forward of a quantised instance.
 
-    # Copies of a parameter lose what was set on it, so a copied module sets it again: copy and
-    # pickle both end in __setstate__, with the same copied parameters that the module gets.
-    def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module, "codes": _codes(self.module)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.module = state["module"]
-        for codes in state["codes"]:
-            keep_without_gradient(codes)
+    A partial, since torch.export knows nothing else beside functions, and copies of it follow the
+    module; with the class's own signature, after which torch.export names inputs.
+    """
+    forward = functools.partial(run_on_view, module)
+    own = types.MethodType(type(module).forward, module)
+    setattr(forward, "__signature__", inspect.signature(own))  # noqa: B010
+    return forward
 
 
 class ApplyKeepingCodes:
@@ -118,6 +114,16 @@ class ApplyKeepingCodes:
         if probe.dtype in FLOATS and probe.dtype != record.dtype:
             setattr(module, RECORD, replace(record, dtype=probe.dtype))
         return module
+
+    # Copies of a parameter lose what was set on it, so a copied module sets it again: copy and
+    # pickle both end in __setstate__, with the same copied parameters that the module gets.
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module, "codes": _codes(self.module)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.module = state["module"]
+        for codes in state["codes"]:
+            keep_without_gradient(codes)
 
 
 class _WithoutGradient:
@@ -152,7 +158,7 @@ def install(module: nn.Module, record: ExpertsRecord) -> None:
     setattr(module, RECORD, record)
     if isinstance(module.__dict__.get("_apply"), ApplyKeepingCodes):
         return
-    setattr(module, forward_slot(module), QuantisedForward(module))
+    setattr(module, forward_slot(module), forward_of(module))
     setattr(module, "_apply", ApplyKeepingCodes(module))  # noqa: B010
     module.register_load_state_dict_pre_hook(_refuse_float_weights)
     module.register_load_state_dict_post_hook(_after_loading)
