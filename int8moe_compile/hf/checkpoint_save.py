@@ -145,6 +145,8 @@ class _Weight:
         codes = self.codes.chunk(len(self.parts), dim=1)
         scales = self._scale_parts()
         packed = self.record.scheme.activation_key is None
+        # The shapes that compressed-tensors gives its own parameters.
+        shape = (1,) if self.record.scheme.weight_key == INT8_STATIC_TENSOR else (-1, 1)
         for name, (expert, part) in split.items():
             own = codes[part][expert].cpu().contiguous()
             if packed:
@@ -152,7 +154,7 @@ class _Weight:
                 yield f"{name}_shape", torch.tensor(own.shape)
             else:
                 yield name, own.clone()
-            yield f"{name}_scale", scales[part][expert].cpu().reshape(-1, 1).clone()
+            yield f"{name}_scale", scales[part][expert].cpu().reshape(shape).clone()
             if self.input_scale is not None:
                 stem = name.removesuffix(".weight")
                 yield f"{stem}.input_scale", self.input_scale.detach().cpu().reshape(1).clone()
