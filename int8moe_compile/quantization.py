@@ -139,7 +139,7 @@ def _judge(name: str, module: nn.Module, wanted: Scheme) -> ExpertsRecord | str:
     layout = Layout(bool(module.is_transposed), found.interleaved, bool(module.has_bias))
     structure = ExpertsStructure(found.gate, layout, w13_name, w2_name)
     record = ExpertsRecord(wanted, structure, getattr(module, w13_name).dtype, found.reads)
-    return _shape_refusal(module, structure) or _oracle_refusal(module, record) or record
+    return shape_refusal(module, structure) or oracle_refusal(module, record) or record
 
 
 def _weight_refusal(module: nn.Module, name: str, weight: Tensor) -> str | None:
@@ -158,7 +158,7 @@ def _weight_refusal(module: nn.Module, name: str, weight: Tensor) -> str | None:
     return None
 
 
-def _shape_refusal(module: nn.Module, structure: ExpertsStructure) -> str | None:
+def shape_refusal(module: nn.Module, structure: ExpertsStructure) -> str | None:
     """Say why the two weights, brought into our layout, do not belong together."""
     w13 = from_hf_layout(getattr(module, structure.w13_name), structure.layout, "w13")
     w2 = from_hf_layout(getattr(module, structure.w2_name), structure.layout, "w2")
@@ -177,7 +177,7 @@ def _shape_refusal(module: nn.Module, structure: ExpertsStructure) -> str | None
     return None
 
 
-def _oracle_refusal(
+def oracle_refusal(
     module: nn.Module, record: ExpertsRecord, device: torch.device | None = None
 ) -> str | None:
     """Ask whether any backend would run the module on a device, by default where it is now."""

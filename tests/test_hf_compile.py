@@ -44,9 +44,14 @@ def compiled(model: nn.Module, dynamic: bool) -> tuple[Any, Capture]:
     return torch.compile(model, backend=capture, fullgraph=True, dynamic=dynamic), capture
 
 
-# Every family once, every implementation and kind of shapes twice.
-CASES = [(family, "int8moe", True) for family in hf_models.FAMILIES] + [
-    (family, implementation, dynamic)
+# Every family once (the slow ones share their experts' code with the others), every
+# implementation and kind of shapes twice.
+QUICK = ("qwen3_moe", "gpt_oss", "nemotron_h")
+CASES = [
+    pytest.param(family, "int8moe", True, marks=() if family in QUICK else pytest.mark.slow)
+    for family in hf_models.FAMILIES
+] + [
+    pytest.param(family, implementation, dynamic)
     for family in ("qwen3_moe", "gpt_oss")
     for implementation, dynamic in (("grouped_mm", False), ("batched_mm", True))
 ]

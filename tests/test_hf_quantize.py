@@ -233,6 +233,10 @@ def test_meta_device_names_the_parameter_and_changes_nothing() -> None:
     assert record_of(experts[0]) is not None
 
 
+class Sharded(torch.Tensor):
+    """Stand in for a DTensor, which a parallel plan puts in place of a weight."""
+
+
 def damaged(kind: str) -> nn.Module:
     experts = hf_models.build_experts(hf_models.experts_class("GptOssExperts"))
     if kind == "nan":
@@ -243,6 +247,9 @@ def damaged(kind: str) -> nn.Module:
         experts.down_proj = nn.Parameter(experts.down_proj[:, :16])
     elif kind == "no bias":
         experts.gate_up_proj_bias = None
+    elif kind == "subclass":
+        weight = experts.down_proj.detach().as_subclass(Sharded)
+        experts._parameters["down_proj"] = nn.Parameter(weight, requires_grad=False)
     elif kind == "forward":
         experts.forward = lambda *args: args[0]
     return experts
@@ -255,6 +262,7 @@ def damaged(kind: str) -> nn.Module:
         ("float64", "gate_up_proj has dtype torch.float64"),
         ("narrow", "gate_up_proj: wanted shape"),
         ("no bias", "gate_up_proj_bias: wanted"),
+        ("subclass", "down_proj is a Sharded; plain tensors only"),
         ("forward", "its forward was replaced"),
     ],
 )

@@ -61,7 +61,7 @@ def need_of(path: str, module: nn.Module, structure: ExpertsStructure) -> Need:
 
 def record_for(module: nn.Module, scheme: Scheme, device: torch.device) -> ExpertsRecord | str:
     """Return the record that a module will carry, or why it cannot be quantised."""
-    from ..quantization import _oracle_refusal, _shape_refusal
+    from ..quantization import oracle_refusal, shape_refusal
 
     try:
         structure, reads = structure_of(module)
@@ -69,7 +69,7 @@ def record_for(module: nn.Module, scheme: Scheme, device: torch.device) -> Exper
         return str(error)
     dtype = getattr(module, structure.w13_name).dtype
     record = ExpertsRecord(scheme, structure, dtype, reads)
-    return _shape_refusal(module, structure) or _oracle_refusal(module, record, device) or record
+    return shape_refusal(module, structure) or oracle_refusal(module, record, device) or record
 
 
 def experts_of(module: nn.Module) -> int:
