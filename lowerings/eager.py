@@ -20,8 +20,7 @@ from ..ops.arguments import ExpertsArguments
 from . import eager_kernels as kernels
 from . import routing, tiles
 
-# Columns that one step of a row-wise kernel takes.
-ROW_BLOCK = 2048
+# Columns that one program of the combination takes.
 COMBINE_BLOCK = 1024
 
 
@@ -116,8 +115,18 @@ def first_rows(call: ExpertsArguments, plan: routing.Plan) -> Rows:
     if weight is None:
         return Rows(x, None)
     weighted = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    kernels.weight_rows_kernel[(x.shape[0],)](
-        weighted, x, weight, plan.local, x.shape[1], *x.stride(), weight.stride(0), ROW_BLOCK
+    block = tiles.row_block(*x.shape)
+    kernels.weight_rows_kernel[(triton.cdiv(x.shape[0], block.rows),)](
+        weighted,
+        x,
+        weight,
+        plan.local,
+        *x.shape,
+        *x.stride(),
+        weight.stride(0),
+        block.rows,
+        block.columns,
+        num_warps=block.num_warps,
     )
     return Rows(weighted, None)
 
@@ -140,34 +149,39 @@ def quantize(
 ) -> Rows:
     """Quantise rows of floats; of the intermediate only as many as there are live contributions."""
     rows, columns = x.shape
+    block = tiles.row_block(rows, columns)
     codes = torch.empty((rows, columns), dtype=torch.int8, device=x.device)
-    flags = {"HAS_WEIGHT": weight is not None, "HAS_LIVE": is_middle, "BLOCK": ROW_BLOCK}
-    # A pointer that is not read must still be one; the row stride 0 keeps it in place.
+    # A pointer that is not read must still be one.
     weights, weight_stride = (x, 0) if weight is None else (weight, weight.stride(0))
-    strides = (columns, *x.stride(), weight_stride)
+    source = (x, weights, plan.tiles, plan.local)
+    sizes = (rows, columns, *x.stride(), weight_stride)
+    options: dict[str, Any] = {
+        "HAS_WEIGHT": weight is not None,
+        "HAS_LIVE": is_middle,
+        "ROWS": block.rows,
+        "BLOCK": block.columns,
+        "num_warps": block.num_warps,
+    }
+    grid = (triton.cdiv(rows, block.rows),)
     given, scale = static_scale, static_scale
     if quant == "tensor":
         given = torch.zeros(1, dtype=torch.int32, device=x.device)
         scale = torch.empty(1, dtype=torch.float32, device=x.device)
-        kernels.amax_kernel[(rows,)](
-            given, x, weights, plan.tiles, plan.local, *strides, num_warps=8, **flags
-        )
+        kernels.amax_kernel[grid](given, *source, *sizes, **options)
     elif quant == "token":
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
         given = scale
     assert scale is not None, "static experts passed the checks without a scale"
-    kernels.quantize_kernel[(rows,)](
+    kernels.quantize_kernel[grid](
         codes,
         scale,
         x,
         given,
-        weights,
-        plan.tiles,
-        plan.local,
-        *strides,
+        *source[1:],
+        *sizes,
         QUANT=quant,
-        num_warps=8,
-        **flags,
+        ONE_BLOCK=columns <= block.columns,
+        **options,
     )
     return Rows(codes, scale)
 

@@ -14,24 +14,50 @@ from .tile_products import down_tile, tile_of, up_tile
 
 
 @triton.jit
-def weighted_row(x_ptr, weight_ptr, column, is_inside, stride_xc, HAS_WEIGHT: tl.constexpr):
-    """Return one row in fp32, times its router weight where that belongs on the input."""
-    x = tl.load(x_ptr + column.to(tl.int64) * stride_xc, mask=is_inside, other=0.0).to(tl.float32)
+def load_rows(
+    x_ptr,
+    weight_ptr,
+    row,  # [ROWS] int64
+    is_live,  # [ROWS]
+    start,
+    columns,
+    stride_xr,
+    stride_xc,
+    stride_rt,
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return rows from one column on in fp32, times the router weight where that is on the input.
+
+    Rows that do not count and columns past the end are 0.
+    """
+    column = start + tl.arange(0, BLOCK)
+    is_inside = is_live[:, None] & (column < columns)[None, :]
+    x_ptrs = x_ptr + (row * stride_xr)[:, None] + column.to(tl.int64)[None, :] * stride_xc
+    x = tl.load(x_ptrs, mask=is_inside, other=0.0).to(tl.float32)
     if HAS_WEIGHT:
-        return x * tl.load(weight_ptr).to(tl.float32)
-    else:
-        return x
+        weight = tl.load(weight_ptr + row * stride_rt, mask=is_live, other=0.0)
+        x = x * weight.to(tl.float32)[:, None]
+    return x, column, is_inside
 
 
 @triton.jit
-def is_row_live(row, live_ptr, local_ptr, HAS_LIVE: tl.constexpr, HAS_WEIGHT: tl.constexpr):
-    """Say whether a row counts: before the number of live rows, or with a live contribution."""
+def rows_of(
+    num_rows,
+    live_ptr,
+    local_ptr,
+    HAS_LIVE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Return a program's rows and which count: the live ones, or those with a live contribution."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    is_live = row < num_rows
     if HAS_LIVE:
-        return row < tl.load(live_ptr + 1)
-    elif HAS_WEIGHT:
-        return tl.load(local_ptr + row) >= 0
-    else:
-        return True
+        is_live = row < tl.load(live_ptr + 1)
+    if HAS_WEIGHT:
+        is_live = is_live & (tl.load(local_ptr + row, mask=is_live, other=-1) >= 0)
+    return row, is_live
 
 
 @triton.jit
@@ -41,30 +67,35 @@ def amax_kernel(
     weight_ptr,
     live_ptr,
     local_ptr,
+    num_rows,
     columns,
     stride_xr,
     stride_xc,
     stride_rt,
     HAS_WEIGHT: tl.constexpr,
     HAS_LIVE: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Take the greatest magnitude of all rows that count, as the bits of a non-negative float."""
-    row = tl.program_id(0).to(tl.int64)
-    if is_row_live(row, live_ptr, local_ptr, HAS_LIVE, HAS_WEIGHT):
-        amax = tl.zeros((BLOCK,), tl.int32)
-        for start in range(0, columns, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            x = weighted_row(
-                x_ptr + row * stride_xr,
-                weight_ptr + row * stride_rt,
-                column,
-                column < columns,
-                stride_xc,
-                HAS_WEIGHT,
-            )
-            amax = tl.maximum(amax, magnitude_bits(x))
-        tl.atomic_max(bits_ptr, tl.max(amax, axis=0))
+    row, is_live = rows_of(num_rows, live_ptr, local_ptr, HAS_LIVE, HAS_WEIGHT, ROWS)
+    amax = tl.zeros((ROWS, BLOCK), tl.int32)
+    for start in range(0, columns, BLOCK):
+        x, _, _ = load_rows(
+            x_ptr,
+            weight_ptr,
+            row,
+            is_live,
+            start,
+            columns,
+            stride_xr,
+            stride_xc,
+            stride_rt,
+            HAS_WEIGHT,
+            BLOCK,
+        )
+        amax = tl.maximum(amax, magnitude_bits(x))
+    tl.atomic_max(bits_ptr, tl.max(tl.max(amax, axis=1), axis=0))
 
 
 @triton.jit
@@ -76,6 +107,7 @@ def quantize_kernel(
     weight_ptr,
     live_ptr,
     local_ptr,
+    num_rows,
     columns,
     stride_xr,
     stride_xc,
@@ -83,32 +115,70 @@ def quantize_kernel(
     QUANT: tl.constexpr,  # "token", "tensor" or "static"
     HAS_WEIGHT: tl.constexpr,
     HAS_LIVE: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,  # a row fits into one block and is read once
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Quantise one row: scale = amax / 127; codes = round(x / scale)."""
-    row = tl.program_id(0).to(tl.int64)
-    is_live = is_row_live(row, live_ptr, local_ptr, HAS_LIVE, HAS_WEIGHT)
-    if QUANT == "static":
-        scale = tl.load(given_ptr)
+    """Quantise rows: scale = amax / 127; codes = round(x / scale)."""
+    row, is_live = rows_of(num_rows, live_ptr, local_ptr, HAS_LIVE, HAS_WEIGHT, ROWS)
+    x, column, is_inside = load_rows(
+        x_ptr,
+        weight_ptr,
+        row,
+        is_live,
+        0,
+        columns,
+        stride_xr,
+        stride_xc,
+        stride_rt,
+        HAS_WEIGHT,
+        BLOCK,
+    )
+    if QUANT == "token":
+        amax = magnitude_bits(x)
+        if not ONE_BLOCK:
+            for start in range(BLOCK, columns, BLOCK):
+                more, _, _ = load_rows(
+                    x_ptr,
+                    weight_ptr,
+                    row,
+                    is_live,
+                    start,
+                    columns,
+                    stride_xr,
+                    stride_xc,
+                    stride_rt,
+                    HAS_WEIGHT,
+                    BLOCK,
+                )
+                amax = tl.maximum(amax, magnitude_bits(more))
+        row_scale = scale_of(tl.max(amax, axis=1))
+        tl.store(scale_out_ptr + row, row_scale, mask=is_live)
+        scale = row_scale[:, None]
     elif QUANT == "tensor":
         scale = scale_of(tl.load(given_ptr))
-        if row == 0:
+        if tl.program_id(0) == 0:
             tl.store(scale_out_ptr, scale)
-    if is_live:
-        x_row = x_ptr + row * stride_xr
-        weight = weight_ptr + row * stride_rt
-        if QUANT == "token":
-            amax = tl.zeros((BLOCK,), tl.int32)
-            for start in range(0, columns, BLOCK):
-                column = start + tl.arange(0, BLOCK)
-                x = weighted_row(x_row, weight, column, column < columns, stride_xc, HAS_WEIGHT)
-                amax = tl.maximum(amax, magnitude_bits(x))
-            scale = scale_of(tl.max(amax, axis=0))
-            tl.store(scale_out_ptr + row, scale)
-        for start in range(0, columns, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            x = weighted_row(x_row, weight, column, column < columns, stride_xc, HAS_WEIGHT)
-            tl.store(codes_ptr + row * columns + column, encode(x, scale), mask=column < columns)
+    else:
+        scale = tl.load(given_ptr)
+    code_row = codes_ptr + (row * columns)[:, None]
+    tl.store(code_row + column[None, :], encode(x, scale), mask=is_inside)
+    if not ONE_BLOCK:
+        for start in range(BLOCK, columns, BLOCK):
+            x, column, is_inside = load_rows(
+                x_ptr,
+                weight_ptr,
+                row,
+                is_live,
+                start,
+                columns,
+                stride_xr,
+                stride_xc,
+                stride_rt,
+                HAS_WEIGHT,
+                BLOCK,
+            )
+            tl.store(code_row + column[None, :], encode(x, scale), mask=is_inside)
 
 
 @triton.jit
@@ -117,26 +187,31 @@ def weight_rows_kernel(
     x_ptr,
     weight_ptr,
     local_ptr,
+    num_rows,
     columns,
     stride_xr,
     stride_xc,
     stride_rt,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Multiply live rows by their router weight in fp32 and round once, for weight-only experts."""
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(local_ptr + row) >= 0:
-        for start in range(0, columns, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            x = weighted_row(
-                x_ptr + row * stride_xr,
-                weight_ptr + row * stride_rt,
-                column,
-                column < columns,
-                stride_xc,
-                True,
-            )
-            tl.store(out_ptr + row * columns + column, x, mask=column < columns)
+    row, is_live = rows_of(num_rows, local_ptr, local_ptr, False, True, ROWS)
+    for start in range(0, columns, BLOCK):
+        x, column, is_inside = load_rows(
+            x_ptr,
+            weight_ptr,
+            row,
+            is_live,
+            start,
+            columns,
+            stride_xr,
+            stride_xc,
+            stride_rt,
+            True,
+            BLOCK,
+        )
+        tl.store(out_ptr + (row * columns)[:, None] + column[None, :], x, mask=is_inside)
 
 
 @triton.jit

@@ -56,6 +56,9 @@ def lower(call: ExpertsArguments) -> ir.TensorBox:
     middle = first_product(layer, rows)
     rows = second_rows(layer, middle)
     parts = second_product(layer, rows)
+    # With one slot the sum would become an epilogue of the product, whose tiles hold live rows
+    # only: the rows of tokens without an expert would stay unwritten.
+    V.graph.no_fuse_buffer_names.add(parts.get_name())
     return row_ir.combine(parts, layer.plan.local, hidden.get_size(), int(top_k))
 
 

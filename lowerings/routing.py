@@ -19,8 +19,8 @@ from .tiles import tile_bound
 ONE_CHUNK = 512
 CHUNK = 256
 # Beyond, larger chunks keep the [P, BINS] table of counts small: every program reads all of it.
-LARGE = 32768
-LARGE_CHUNK = 1024
+LARGE = 16384
+LARGE_CHUNK = 512
 LEAST_BINS = 128
 
 
@@ -47,9 +47,7 @@ class Plan:
         return self.tiles.shape[0] - 1
 
 
-def plan(
-    topk_ids: Tensor, expert_map: Tensor | None, *, num_experts: int, block_m: int
-) -> Plan:
+def plan(topk_ids: Tensor, expert_map: Tensor | None, *, num_experts: int, block_m: int) -> Plan:
     """Launch the routing of T*K > 0 contributions on the current device; one or two kernels."""
     contributions, top_k = topk_ids.numel(), topk_ids.shape[1]
     device = topk_ids.device

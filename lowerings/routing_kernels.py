@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 # Contributions compared with a whole chunk at a time: [CHUNK, LANES] comparisons a step.
-LANES = tl.constexpr(16)
+LANES = tl.constexpr(64)
 
 
 @triton.jit

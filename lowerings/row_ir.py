@@ -71,9 +71,7 @@ def live_row_loader(load: Loader, tile_list: ir.TensorBox) -> Loader:
     return loader
 
 
-def dynamic_scale(
-    like: ir.TensorBox, load: Loader, *, is_per_row: bool
-) -> ir.TensorBox:
+def dynamic_scale(like: ir.TensorBox, load: Loader, *, is_per_row: bool) -> ir.TensorBox:
     """Return the fp32 scale of each row [rows], or of all rows together [1].
 
     amax / 127, and 1 where that quotient is 0; the maximum propagates NaN.

@@ -52,16 +52,23 @@ class Product:
 
 
 # Rows an expert gets on average (at most) -> tile of the first (two panels) and second product.
-# M tile by rows per expert, not by T: 16 to 12 rows, 32 to 24, 64 to 48, 128 above (H200).
+# Swept on an H200 over the shapes of benchmarks/shapes.py (benchmarks/sweep_tiles.py).
 TABLE: Final[tuple[tuple[float, Tile, Tile], ...]] = (
-    (12, Tile(16, 64, 256, 4, 4), Tile(16, 64, 256, 4, 4)),
-    (24, Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4)),
-    (48, Tile(64, 64, 128, 4, 4), Tile(64, 128, 128, 4, 4)),
-    (float("inf"), Tile(128, 64, 128, 4, 3, 8), Tile(128, 128, 128, 4, 4, 8)),
+    (12, Tile(16, 64, 256, 4, 3), Tile(16, 64, 128, 4, 5)),
+    (24, Tile(32, 64, 256, 4, 3), Tile(32, 128, 128, 4, 4)),
+    (66, Tile(64, 64, 128, 4, 4), Tile(64, 128, 128, 4, 3)),
+    (768, Tile(128, 128, 128, 8, 4, 8), Tile(128, 256, 128, 8, 4, 8)),
+    (float("inf"), Tile(128, 64, 128, 4, 3, 8), Tile(128, 128, 128, 4, 3, 8)),
 )
-# Few experts with very many rows each: wide tiles, and groups whose weights stay in L2.
-FEW_EXPERTS_TABLE: Final = (Tile(128, 64, 128, 4, 3, 32), Tile(128, 256, 128, 8, 3, 32))
-FEW_EXPERTS_ROWS: Final = 512
+# Few experts fill the GPU with column blocks, not with M tiles: wide tiles from fewer rows on.
+FEW_EXPERTS: Final = 16
+FEW_EXPERTS_TABLE: Final[tuple[tuple[float, Tile, Tile], ...]] = (
+    (12, Tile(16, 64, 256, 4, 4), Tile(16, 64, 256, 4, 5)),
+    (24, Tile(32, 64, 256, 4, 3), Tile(32, 128, 128, 4, 4)),
+    (48, Tile(64, 128, 128, 8, 4), Tile(64, 256, 128, 8, 4)),
+    (2048, Tile(128, 128, 128, 8, 4, 8), Tile(128, 256, 128, 8, 4, 8)),
+    (float("inf"), Tile(128, 64, 128, 4, 3, 8), Tile(128, 256, 128, 8, 3, 8)),
+)
 # Activations in floating point: fp16 and bf16 on the tensor cores, fp32 without them.
 FLOAT_K: Final = 64
 FP32_TILE: Final = Tile(16, 32, 32, 4, 2)
@@ -154,10 +161,9 @@ def choose(product: Product, device: DeviceFacts, block_m: int | None = None) ->
     rows = rows_per_expert(product.contributions, product.experts)
     if product.a_bytes == 4:
         tile = FP32_TILE
-    elif rows >= FEW_EXPERTS_ROWS and product.experts <= 16:
-        tile = FEW_EXPERTS_TABLE[0 if product.panels == 2 else 1]
     else:
-        row = next(row for row in TABLE if rows <= row[0])
+        table = FEW_EXPERTS_TABLE if product.experts <= FEW_EXPERTS else TABLE
+        row = next(row for row in table if rows <= row[0])
         tile = row[1 if product.panels == 2 else 2]
     if product.a_bytes == 2:
         tile = replace(tile, block_k=min(tile.block_k, FLOAT_K))
@@ -199,3 +205,27 @@ def _variations(tile: Tile, product: Product) -> Iterator[Tile]:
                 yield replace(
                     tile, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages
                 )
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Shape one program of a row-wise kernel: rows, columns a step, warps."""
+
+    rows: int
+    columns: int
+    num_warps: int
+
+
+# Elements of a row-wise program and its columns at most, so that a thread holds 16 to 32 of them.
+ROW_ELEMENTS: Final = 4096
+ROW_COLUMNS: Final = 8192
+
+
+def row_block(rows: int, columns: int) -> RowBlock:
+    """Return the block of the quantising kernels: several short rows, or one row in steps."""
+    width = min(ROW_COLUMNS, max(32, 1 << (columns - 1).bit_length()))
+    height = max(1, ROW_ELEMENTS // width)
+    # Few rows are spread over as many programs.
+    while height > 1 and rows < 512 * height:
+        height //= 2
+    return RowBlock(height, width, max(1, min(8, width * height // 512)))

@@ -94,9 +94,7 @@ def _simple(word: str, dtype: torch.dtype, granularity: str = "channel") -> Call
 
 
 def _gate(activation: str, gated: bool, dtype: torch.dtype) -> Callable[[], Problem]:
-    return lambda: problem(
-        2, T=7, H=33, I=17, dtype=dtype, gated=gated, activation=activation
-    )
+    return lambda: problem(2, T=7, H=33, I=17, dtype=dtype, gated=gated, activation=activation)
 
 
 def _on_input(word: str) -> Problem:

@@ -135,9 +135,7 @@ def compile_launch(launch: Launch, arch: str) -> Any:
             constants[parameter.name] = value
             continue
         signature[parameter.name] = _type_of(value)
-        is_aligned = isinstance(value, torch.Tensor) or (
-            isinstance(value, int) and value % 16 == 0
-        )
+        is_aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
         if is_aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, constants, attributes)

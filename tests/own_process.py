@@ -1,0 +1,33 @@
+"""Run a test file in a process of its own, where what it changes for good harms no other test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+
+def run(name: str, **environment: str) -> None:
+    """Run one file of this folder under pytest; a failure shows its output."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-cov"]
+    if not _has_coverage():
+        command.pop()
+    done = subprocess.run(
+        [*command, str(TESTS / name)],
+        cwd=TESTS.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout, done.stdout[-2000:]
+
+
+def _has_coverage() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("pytest_cov") is not None

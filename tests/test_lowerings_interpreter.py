@@ -1,0 +1,9 @@
+"""Every Triton kernel in Triton's interpreter against the reference: no GPU needed."""
+
+from __future__ import annotations
+
+import own_process
+
+
+def test_kernels_in_the_interpreter() -> None:
+    own_process.run("interpreted.py", TRITON_INTERPRET="1")

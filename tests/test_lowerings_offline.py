@@ -1,0 +1,121 @@
+"""Every kernel compiled for every architecture without a GPU, with the integer instruction."""
+
+from __future__ import annotations
+
+import re
+
+import offline
+import pytest
+import torch
+from int8moe_compile.lowerings import tiles
+from int8moe_compile.ops.arguments import ExpertsArguments
+from int8moe_compile.oracle import MoeProblem, select_int8_moe_backend
+from int8moe_compile.schemes import INT8_DYNAMIC_TOKEN, INT8_STATIC_CHANNEL
+
+
+def call(T: int, word: str = "token", dtype: torch.dtype = torch.bfloat16) -> ExpertsArguments:
+    """Return arguments of a call on empty CPU tensors: H 512, I 256, E 8, K 4, gpt-oss' gate."""
+    H, I, E, K = 512, 256, 8, 4  # noqa: E741
+    empty, codes = torch.empty, {"dtype": torch.int8}
+    return ExpertsArguments(
+        empty(T, H, dtype=dtype),
+        empty(E, 2 * I, H, **codes),
+        empty(E, 2 * I),
+        empty(E, H, I, **codes),
+        empty(E, H),
+        empty(T, K, dtype=dtype),
+        empty(T, K, dtype=torch.int64),
+        activation_quant=word,
+        alpha=1.702,
+        beta=1.0,
+        limit=7.0,
+        w13_bias=empty(E, 2 * I, dtype=dtype),
+        w2_bias=empty(E, H, dtype=dtype),
+    )
+
+
+@pytest.mark.parametrize("arch", offline.SHARED_MEMORY)
+@pytest.mark.parametrize("tokens", [8, 4096])
+def test_products_use_the_integer_units(arch: str, tokens: int) -> None:
+    launches = offline.record(call(tokens), arch)
+    products = [each for each in launches if each.kernel.__name__ in ("up_kernel", "down_kernel")]
+    assert len(products) == 2
+    for launch in products:
+        compiled = offline.compile_launch(launch, arch)
+        text = offline.assembly(compiled)
+        assert re.search(offline.INTEGER_INSTRUCTION[arch], text), (
+            launch.kernel.__name__,
+            offline.matrix_instructions(text),
+        )
+        assert compiled.metadata.shared <= offline.SHARED_MEMORY[arch]
+        if arch in ("sm_80", "sm_90"):
+            arguments = launch.arguments
+            is_up = launch.kernel.__name__ == "up_kernel"
+            tile = tiles.Tile(
+                arguments["BLOCK_M"],
+                arguments["BLOCK_N"],
+                arguments["BLOCK_K"],
+                launch.options["num_warps"],
+                launch.options["num_stages"],
+            )
+            product = tiles.Product(tokens * 4, 8, 0, 0, 2 if is_up else 1)
+            facts = offline.facts_of(arch)
+            assert compiled.metadata.shared == tiles.shared_memory(tile, product, facts)
+
+
+def test_hopper_multiplies_by_warp_groups() -> None:
+    for launch in offline.record(call(4096), "sm_90"):
+        if launch.kernel.__name__ in ("up_kernel", "down_kernel"):
+            text = offline.assembly(offline.compile_launch(launch, "sm_90"))
+            assert "wgmma.mma_async" in text and ".s32.s8.s8" in text
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_the_other_kernels_compile(arch: str) -> None:
+    names = set()
+    calls = (
+        call(8),
+        call(700)._replace(expert_map=torch.empty(16, dtype=torch.int32)),
+        call(8, "tensor"),
+        call(8, "none"),
+    )
+    for each in calls:
+        for launch in offline.record(each, arch):
+            names.add(launch.kernel.__name__)
+            text = offline.assembly(offline.compile_launch(launch, arch))
+            if launch.kernel.__name__ == "quantize_kernel" and arch == "sm_90":
+                assert "div.rn.f32" in text and "div.full" not in text
+    assert names == {
+        "count_kernel",
+        "place_kernel",
+        "amax_kernel",
+        "quantize_kernel",
+        "up_kernel",
+        "down_kernel",
+        "combine_kernel",
+    }
+
+
+def test_weight_only_converts_codes_in_the_tile() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        for launch in offline.record(call(4096, "none", dtype), "sm_90"):
+            if launch.kernel.__name__ in ("up_kernel", "down_kernel"):
+                text = offline.assembly(offline.compile_launch(launch, "sm_90"))
+                assert re.search(r"wgmma\S*f32\.(bf16|f16)", text)
+    for launch in offline.record(call(8, "none", torch.float32), "sm_90"):
+        if launch.kernel.__name__ == "up_kernel":
+            text = offline.assembly(offline.compile_launch(launch, "sm_90"))
+            assert "tf32" not in text
+
+
+def test_sm_75_is_refused_where_the_int8_product_does_not_compile() -> None:
+    """triton-lang/triton#9349: the compiler fails, so the oracle says no before it is asked."""
+    from int8moe_compile.compat import int8_dot_compiles
+
+    assert not int8_dot_compiles((7, 5), is_rocm=False)
+    facts = offline.DeviceFacts("cuda", (7, 5), "sm_75", 65536, 40, int8_dot=False)
+    problem = MoeProblem(8, 2, 512, 256)
+    with pytest.raises(ValueError, match="int8 dot"):
+        select_int8_moe_backend(
+            problem, INT8_STATIC_CHANNEL, INT8_DYNAMIC_TOKEN, "triton", device=facts
+        )
