@@ -36,9 +36,14 @@ FIELDS: Final = (
     ("sizes", "qqq"),
     ("words", "qqqqq"),
     ("numbers", "ddd"),
-    ("threads", "q"),
+    ("resources", "qq"),
 )
-_layout: Final = struct.Struct("=" + "".join(kinds for _, kinds in FIELDS))
+
+# Codes, intermediates and contributions of one call; more tokens than fit run in chunks ("tensor"
+# cannot: its scale is everybody's). At 256 MB a chunk's products outweigh reading weights again.
+SCRATCH_BYTES = 256 << 20
+
+LAYOUT: Final = struct.Struct("=" + "".join(kinds for _, kinds in FIELDS))
 
 
 def experts(call: ExpertsArguments) -> Tensor:
@@ -47,7 +52,8 @@ def experts(call: ExpertsArguments) -> Tensor:
     if kernel is None:
         return plain.experts(call)
     call = _with_adjacent_rows(call)
-    out = torch.empty(call.hidden_states.shape, dtype=call.result_dtype)
+    # contiguous and on the CPU whatever the input's strides and the default device are
+    out = torch.empty(call.hidden_states.shape, dtype=call.result_dtype, device="cpu")
     if out.numel() == 0:
         return out
     if kernel(_pack(call, out)) != 0:
@@ -104,7 +110,7 @@ def _pack(call: ExpertsArguments, out: Tensor) -> bytes:
         call.expert_map,
     )
     no_map = (0, 0, 0, 0, 0)
-    return _layout.pack(
+    return LAYOUT.pack(
         *(out.data_ptr(), DTYPES[out.dtype]),
         *(x.data_ptr(), DTYPES[x.dtype], x.stride(0)),
         *_weight(call.w13, call.w13_scale, call.w13_bias),
@@ -118,7 +124,7 @@ def _pack(call: ExpertsArguments, out: Tensor) -> bytes:
         *(QUANTS[call.activation_quant], FUNCTIONS[call.activation], call.gated),
         *(call.apply_router_weight_on_input, call.limit is not None),
         *(call.alpha, call.beta, 0.0 if call.limit is None else call.limit),
-        torch.get_num_threads(),
+        *(torch.get_num_threads(), SCRATCH_BYTES),
     )
 
 

@@ -40,7 +40,7 @@ class BuildError(RuntimeError):
 def kernel() -> Callable[[bytes], int] | None:
     """Return the compiled kernel, or None (logged once, with the reason) where there is none."""
     try:
-        library = ctypes.CDLL(str(_built()))
+        library = ctypes.CDLL(str(built()))
     except (BuildError, OSError) as error:
         log.warning(
             "int8moe: CPU calls run the plain PyTorch kernel, which is slower: %s. Install g++ or "
@@ -80,7 +80,7 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _built() -> Path:
+def built() -> Path:
     """Return the shared library for this source, compiler and processor, compiled if need be.
 
     The cache key holds the compiler's predefined macros: they name its version and every

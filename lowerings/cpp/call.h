@@ -51,7 +51,7 @@ struct Call {
   int64_t tokens, experts, top_k;
   int64_t quant, activation, gated, router_on_input, has_limit;
   double alpha, beta, limit;
-  int64_t threads;
+  int64_t threads, scratch_bytes;
 
   int64_t hidden_size() const { return w13.columns; }
   int64_t intermediate_size() const { return w2.columns; }

@@ -1,8 +1,8 @@
 // int8moe::experts on CPU: quantise, product with w13 and gate, requantise, product with w2, combine.
 //
-// One parallel region with a barrier between phases; inside a phase threads take the next piece of
-// work from a counter, so one token spreads over columns and thousands over experts. Which thread
-// does what changes no bit: integer sums are exact, and every floating sum has one fixed order.
+// One parallel region of seven phases; inside a phase threads take the next piece of work from a
+// counter, so one token spreads over columns and thousands over experts. Which thread does what
+// changes no bit: integer sums are exact, and every floating sum has one fixed order.
 //
 //   x_q, s_x = quantise(x)                                   per row of x
 //   h = round(gate((x_q @ w13.T) * (s_x * s_w13) + bias))    per (expert, block of columns)
@@ -11,6 +11,7 @@
 //   out = round(sum of y over slots, in slot order)          per token
 #include <algorithm>
 #include <atomic>
+#include <thread>
 #include <type_traits>
 
 #include "activation.h"
@@ -28,9 +29,8 @@ namespace int8moe {
 namespace {
 
 constexpr int64_t ROW_BLOCK = 64, COLUMN_BLOCK = 64;
-constexpr int64_t ROW_BLOCK_BYTES = 192 * 1024;      // activations of a row block stay in L2
-constexpr int64_t SCRATCH_BYTES = int64_t(256) << 20;  // more tokens than fit run in chunks
-constexpr int64_t WORK_PER_THREAD = 1 << 16;         // products that repay waking a thread
+constexpr int64_t ROW_BLOCK_BYTES = 192 * 1024;  // activations of a row block stay in L2
+constexpr int64_t WORK_PER_THREAD = 1 << 16;     // products that repay waking a thread
 
 // Rows ready to be multiplied. With OFFSET lanes the sum of a row's codes undoes the offset.
 template <class Lanes>
@@ -82,6 +82,10 @@ inline WeightRows weight_rows(const Weight& weight, int64_t expert, int64_t firs
   return {base, weight.row_stride, count, weight.columns};
 }
 
+struct alignas(64) Phase {
+  std::atomic<int64_t> next{0}, done{0};
+};
+
 // One chunk of tokens, [first, first + tokens).
 template <class Lanes>
 class Chunk {
@@ -115,19 +119,20 @@ class Chunk {
   }
 
  private:
-  static void barrier() {
-#if defined(_OPENMP)
-#pragma omp barrier
-#endif
-  }
-
-  // Run function(i) for every i below count, shared by the threads; then wait for all of them.
+  // Run function(i) for every i below count, shared by the threads; then wait until all are done.
+  // A thread that the system has not scheduled yet holds no work, so nobody waits for it, as they
+  // would at a barrier.
   template <class Function>
   void share(int phase, int64_t count, const Function& function) {
-    for (int64_t i; (i = next_[phase].fetch_add(1, std::memory_order_relaxed)) < count;) {
+    Phase& progress = progress_[phase];
+    int64_t taken = 0;
+    for (int64_t i; (i = progress.next.fetch_add(1, std::memory_order_relaxed)) < count; ++taken) {
       function(i);
     }
-    barrier();
+    progress.done.fetch_add(taken, std::memory_order_acq_rel);
+    for (int tries = 0; progress.done.load(std::memory_order_acquire) < count; ++tries) {
+      if (tries > 2000) std::this_thread::yield();
+    }
   }
 
   int64_t line_size() const {
@@ -331,7 +336,7 @@ class Chunk {
   int64_t threads_;
   char *h_, *contributions_;
   float* lines_;
-  std::atomic<int64_t> next_[7] = {};
+  Phase progress_[7];
   std::atomic<uint32_t> input_amax_{0}, middle_amax_{0};
 };
 
@@ -339,9 +344,9 @@ template <class Lanes>
 void run(const Call& call) {
   const int64_t per_row = call.intermediate_size() * int64_t(4 + sizeof(typename Lanes::Code)) +
                           call.hidden_size() * 4;
-  const int64_t fit = SCRATCH_BYTES / (per_row * std::max<int64_t>(1, call.top_k));
+  const int64_t fit = call.scratch_bytes / (per_row * std::max<int64_t>(1, call.top_k));
   // one scale for the whole tensor needs every row at once
-  const int64_t chunk = call.quant == TENSOR ? call.tokens : std::max<int64_t>(256, fit);
+  const int64_t chunk = call.quant == TENSOR ? call.tokens : std::max<int64_t>(64, fit);
   for (int64_t first = 0; first < call.tokens; first += chunk) {
     Chunk<Lanes>(call, first, std::min(chunk, call.tokens - first)).run();
   }
@@ -369,4 +374,6 @@ INT8MOE_EXPORT int int8moe_experts(const int8moe::Call* call) {
 }
 
 INT8MOE_EXPORT const char* int8moe_lanes() { return LANES_NAME; }
+
+INT8MOE_EXPORT int64_t int8moe_call_bytes() { return sizeof(int8moe::Call); }
 }
