@@ -17,7 +17,7 @@ def below_autograd() -> AbstractContextManager[None]:
     Removable when torch.library offers an autograd registration that takes keyword-only
     tensors (register_autograd refuses them in 2.11-2.14).
     """
-    return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-any-return]
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 def sizes_equal(left: Any, right: Any) -> bool:
@@ -228,3 +228,46 @@ def launch_in_graph(kernel: Any, grid: tuple[Any, Any, Any], arguments: dict[str
         tma_descriptor_metadata={},
         kernel_args=arguments,
     )
+
+
+def tracing_for_inductor() -> dict[str, Any] | None:
+    """Return the settings of the torch.compile call that traces now, None unless for Inductor.
+
+    Removable when a fake kernel can ask which backend it is traced for.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        backend: Any = InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:
+        return None  # nothing is being traced
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return backend.config if isinstance(backend, torch._TorchCompileInductorWrapper) else None
+
+
+def add_to_inductor_key(name: str, content: str) -> None:
+    """Make a text part of the key of everything that Inductor caches from now on.
+
+    A lowering is not part of that key (torch 2.11-2.14), the table of functions that a user
+    marked as cacheable is. Removable when Inductor hashes registered lowerings.
+    """
+    from torch._inductor import config
+
+    marked = config.unsafe_marked_cacheable_functions
+    config.unsafe_marked_cacheable_functions = {**marked, name: content}
+
+
+def loader_placement(job: Any) -> tuple[torch.device | str | None, torch.dtype | None] | None:
+    """Return device and dtype that transformers' loader wants a waiting tensor in, None if unknown.
+
+    Its waiting functions know both; calling one would map the file's pages into memory for good.
+    Removable when transformers (5.10-5.23) hands a quantizer the placement of what it loads.
+    """
+    code, cells = getattr(job, "__code__", None), getattr(job, "__closure__", None)
+    if code is None or cells is None:
+        return None
+    held = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+    if not {"device", "dtype"} <= set(held) or held.get("sharding_op") is not None:
+        return None
+    return held["device"], held["dtype"]

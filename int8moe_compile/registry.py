@@ -7,24 +7,51 @@ import importlib
 from collections.abc import Callable
 from typing import Any, Final
 
+from .compat import add_to_inductor_key
+from .fingerprint import package_hash
+
 # Modules whose ``register()`` puts lowerings into Inductor. Loaded at the first trace.
-LOWERINGS: Final[tuple[str, ...]] = ()
+LOWERINGS: Final[tuple[str, ...]] = (
+    "int8moe_compile.lowerings.experts",
+    "int8moe_compile.lowerings.dequantize",
+)
 
 # Device type -> "module:function" that takes one ExpertsArguments, already checked.
 KERNELS: Final[dict[str, str]] = {
-    "cpu": "int8moe_compile.ops.cpu:experts",
+    "cpu": "int8moe_compile.lowerings.cpu:experts",
+    "cuda": "int8moe_compile.lowerings.eager:experts",
 }
+
+# "module:function" to tell that int8moe::dequantize was traced, and that one was lowered.
+MARKER_TRACED: Final = "int8moe_compile.passes.notices:marker_traced"
+MARKER_LOWERED: Final = "int8moe_compile.passes.notices:marker_lowered"
 
 
 @functools.cache
 def kernel(device_type: str) -> Callable[..., Any]:
     """Import and return the experts kernel of a device type."""
-    module, _, function = KERNELS[device_type].partition(":")
-    return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
+    return _function(KERNELS[device_type])
 
 
 @functools.cache
 def load_lowerings() -> None:
-    """Register every lowering with Inductor, once a process."""
+    """Register every lowering with Inductor, once a process, and put them into its cache key."""
     for name in LOWERINGS:
         importlib.import_module(name).register()
+    add_to_inductor_key("int8moe_compile", package_hash())
+
+
+def marker_traced() -> None:
+    """Load the lowerings and tell who wants to know that int8moe::dequantize is being traced."""
+    load_lowerings()
+    _function(MARKER_TRACED)()
+
+
+def marker_lowered() -> None:
+    """Tell who wants to know that an int8moe::dequantize is being lowered."""
+    _function(MARKER_LOWERED)()
+
+
+def _function(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]

@@ -29,7 +29,7 @@ def dequantize(
     a_scale: Tensor | None = None,
 ) -> Tensor:
     """Describe the result of int8moe::dequantize: the codes' shape, contiguous, of dtype."""
-    registry.load_lowerings()
+    registry.marker_traced()
     check_dequantize(codes, scale, dtype, activation_quant, a_scale)
     return codes.new_empty(codes.shape, dtype=dtype)
 

@@ -10,8 +10,8 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from ..compat import compilation_error, computes_gradients
+from ..fingerprint import package_hash
 from .checks import RefusedError, check_region
-from .fingerprint import package_hash
 from .notices import GRADIENTS, warn_once
 from .outcome import Outcome
 from .region import Region, Unmatched, find_regions, is_marker
@@ -26,13 +26,15 @@ AUTO: Final = "auto"
 class ExpertsPass(CustomGraphPass):
     """Run the passes that stood in the same place before, then rewrite experts calls.
 
-    backend: "auto" or the name of the one that must run them. ``outcomes`` grows by one entry a
-    layer and graph. A second run over a graph finds nothing left to do.
+    backend: "auto" or the name of the one that must run them; if that one refuses, a ValueError,
+    or with raises=False a reason like any other. ``outcomes`` grows by one entry a layer and
+    graph. A second run over a graph finds nothing left to do.
     """
 
-    def __init__(self, backend: str = AUTO, before: Any = None) -> None:
+    def __init__(self, backend: str = AUTO, before: Any = None, *, raises: bool = True) -> None:
         self.backend = backend
         self.before = before
+        self.raises = raises
         self.outcomes: list[Outcome] = []
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -72,6 +74,8 @@ class ExpertsPass(CustomGraphPass):
         except RefusedError as refused:
             return Outcome(found.name, rewritten=False, reason=str(refused))
         except ValueError as error:
+            if not self.raises:
+                return Outcome(found.name, rewritten=False, reason=str(error))
             raise compilation_error(str(error)) from error
         return Outcome(found.name, rewritten=True, backend=backend)
 

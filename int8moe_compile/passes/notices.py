@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from typing import Final
+from typing import Any, Final
+
+from ..compat import tracing_for_inductor
 
 PASS_OFF: Final = (
     "compiling INT8 experts without the graph pass of int8moe_compile: their weights are "
@@ -28,3 +30,31 @@ def warn_once(message: str) -> None:
 def forget() -> None:
     """Let every warning be given again."""
     _given.clear()
+
+
+def marker_traced() -> None:
+    """Warn when torch.compile traces int8 weights for Inductor and the pass will not run.
+
+    Told so by the marker's fake: also where Inductor then finds the graph in its cache.
+    """
+    settings = tracing_for_inductor()
+    if settings is not None:
+        _warn_without_pass(settings)
+
+
+def marker_lowered() -> None:
+    """Warn when Inductor lowers int8 weights and the pass has not run.
+
+    Told so by the marker's lowering: also where Dynamo did not trace, as for AOTInductor.
+    """
+    _warn_without_pass({})
+
+
+def _warn_without_pass(settings: dict[str, Any]) -> None:
+    from torch._inductor import config
+
+    from .joint import ExpertsPass, as_passes
+
+    slot = settings.get("joint_custom_pre_pass", config.joint_custom_pre_pass)
+    if not any(isinstance(entry, ExpertsPass) for entry in as_passes(slot)):
+        warn_once(PASS_OFF)

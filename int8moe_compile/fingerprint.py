@@ -14,7 +14,7 @@ def package_hash() -> str:
 
     Read once a process: what is imported does not change when a file does.
     """
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parent
     hashed = hashlib.sha256()
     for path in package_files(root):
         hashed.update(path.relative_to(root).as_posix().encode())
