@@ -155,6 +155,33 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_tensor(entry: TensorEntry, index: int | None = None, out: Tensor | None = None) -> Tensor:
+    """Return a tensor, or one slice of its first dimension, on the CPU in memory of its own.
+
+    A mapped file would count as resident memory as long as the loader keeps it open. out: a
+    contiguous tensor of the right dtype and shape to read into.
+    """
+    shape, start, size = entry.shape, entry.start, entry.size
+    if index is not None:
+        shape, size = shape[1:], size // shape[0]
+        start += index * size
+    tensor = torch.empty(shape, dtype=entry.dtype) if out is None else out
+    assert tensor.is_contiguous() and tensor.shape == shape, "out does not fit the tensor"
+    if size == 0:
+        return tensor
+    values: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    data = memoryview(values)
+    with entry.file.open("rb", buffering=0) as file:
+        file.seek(start)
+        done = 0
+        while done < size:
+            count = file.readinto(data[done:])
+            if not count:
+                raise CheckpointError(f"{entry.file}: truncated: wanted {size} bytes at {start}")
+            done += count
+    return tensor
+
+
 class TensorReader:
     """Read single tensors, one open file at a time; use as a context."""
 

@@ -59,6 +59,8 @@ LINEAR_PARTS: Final[dict[str, str]] = {
     "scales": "scales",
     "g_idx": "g_idx",
 }
+# Where the values themselves lie, behind the projection.
+WEIGHT_ENDINGS: Final = ("", ".weight", "_packed", ".weight_packed")
 
 _SPELLINGS: Final = "|".join(sorted(PROJECTIONS, key=len, reverse=True))
 _SEPARATE: Final = re.compile(

@@ -24,10 +24,11 @@ from ..errors import CheckpointError
 from ..passes.layouts import Which, from_hf_bias
 from ..schemes import parse_scheme
 from ..structure import Layout
-from .checkpoint_assemble import Fetch, quantise_experts
+from .checkpoint_assemble import quantise_experts
 from .checkpoint_judge import record_for
 from .checkpoint_plan import LoadPlan
 from .checkpoint_resolve import Names
+from .checkpoint_transforms import Fetch
 from .checkpoint_values import check_rest
 from .config import Int8MoeConfig
 from .discovery import find_experts
@@ -63,6 +64,7 @@ def plan_online(
 ) -> LoadPlan:
     """Plan the quantisation of every experts module that can be quantised; keep the reasons."""
     plan = LoadPlan()
+    plan.routes.entries = entries
     goals: dict[str, _Goal] = {}
     scheme = parse_scheme(config.scheme)
     found = list(find_experts(model))
@@ -116,6 +118,12 @@ def _route(
                     f"{entries[key].file}: {place(key)}: wanted floating point, got "
                     f"{entries[key].dtype}"
                 )
+            goal = goals.get(first)
+            if converter is None and goal is not None and entries[key].shape != goal.shape:
+                raise CheckpointError(
+                    f"{entries[key].file}: {place(key)}: wanted shape {list(goal.shape)}, got "
+                    f"{list(entries[key].shape)}"
+                )
             groups.setdefault(first, []).append(_Float(key, pattern))
             converters[first] = converter
             made.update(targets)
@@ -160,6 +168,10 @@ class OnlineBuilder:
     def __call__(self, fetch: Fetch) -> dict[str, Tensor]:
         """Return codes and scales."""
         goal = self.goals.get(self.target)
+        if goal is not None and self.converter is None:
+            (item,) = self.floats
+            experts = [partial(fetch.rows, [(item.key, index)]) for index in range(goal.shape[0])]
+            return self._quantised(self.target, goal, experts, None)
         if goal is not None and self.converter is not None and _stacks(self.converter, goal):
             return self._quantised(self.target, goal, self._experts(goal, fetch), Layout())
         built: dict[str, Tensor] = {}
@@ -177,12 +189,11 @@ class OnlineBuilder:
         return built
 
     def _converted(self, fetch: Fetch) -> dict[str, Tensor]:
-        """Run the family's own converter, or none."""
-        if self.converter is None:
-            return {self.target: fetch(self.floats[0].key)}
+        """Run the family's own converter."""
+        assert self.converter is not None, "without a converter a tensor is read as it is"
         fresh: Any = deepcopy(self.converter)
         for item in self.floats:
-            fresh.add_tensor(self.target, item.key, item.pattern, fetch(item.key))
+            fresh.add_tensor(self.target, item.key, item.pattern, fetch.unmapped(item.key))
         made = fresh.convert(self.target, model=self.names.model, config=self.names.model.config)
         return {name: v[0] if isinstance(v, list) else v for name, v in made.items()}
 
@@ -193,6 +204,8 @@ class OnlineBuilder:
             [item.key for item in self.floats if item.pattern == pattern]
             for pattern in self.converter.source_patterns
         ]
+        for key in (key for keys in split for key in keys):
+            self._check(key, goal, len(split), fetch)
         counts = {len(keys) for keys in split}
         if counts != {goal.shape[0]}:
             raise CheckpointError(
@@ -200,16 +213,19 @@ class OnlineBuilder:
                 f"{[len(keys) for keys in split]} (as {self.floats[0].key})"
             )
 
-        def load(index: int) -> Tensor:
-            rows = torch.cat([fetch(keys[index]) for keys in split])
-            if tuple(rows.shape) != goal.shape[1:]:
-                raise CheckpointError(
-                    f"{place(split[0][index])}: wanted {list(goal.shape[1:])} with its "
-                    f"neighbours, got {list(rows.shape)}"
-                )
-            return rows
+        return [
+            partial(fetch.rows, [(keys[index], None) for keys in split])
+            for index in range(goal.shape[0])
+        ]
 
-        return [partial(load, index) for index in range(goal.shape[0])]
+    def _check(self, key: str, goal: _Goal, parts: int, fetch: Fetch) -> None:
+        """Check the shape of one projection of one expert."""
+        entry = fetch.entries[key]
+        wanted = (goal.shape[1] // parts, goal.shape[2])
+        if entry.shape != wanted:
+            raise CheckpointError(
+                f"{entry.file}: {place(key)}: wanted shape {list(wanted)}, got {list(entry.shape)}"
+            )
 
     def _quantised(
         self,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..checkpoint_config import CheckpointConfig
 from ..checkpoint_files import TensorEntry
-from ..checkpoint_names import parse_name, split_linear
+from ..checkpoint_names import WEIGHT_ENDINGS, TensorName, parse_name, split_linear
 from ..errors import CheckpointError
 from ..schemes import Scheme
 from ..structure import ExpertsStructure, Gate, Layout
@@ -77,10 +77,12 @@ class Planner:
         self.device = device
         self.plan = LoadPlan()
         self.pieces: dict[str, list[Piece]] = {path: [] for path in self.modules}
+        self._judged: set[str] = set()
 
     def run(self) -> LoadPlan:
         """Plan experts first, then the linear layers that are quantised beside them."""
         self._sort_pieces()
+        self._judged = {piece.key for pieces in self.pieces.values() for piece in pieces}
         for path, module in self.modules.items():
             verdict = judge(path, module, self.pieces[path], self.config)
             if verdict.is_quantised:
@@ -94,9 +96,18 @@ class Planner:
         """Give every tensor of routed experts to its module."""
         for key, entry in self.entries.items():
             name = parse_name(key)
-            path = None if name is None else self.names.module_of(name, self.modules)
-            if name is not None and path is not None:
+            if name is None or (name.expert is None and self._is_dense(name)):
+                continue
+            path = self.names.module_of(name, self.modules)
+            if path is not None:
                 self.pieces[path].append(Piece(key, entry, name))
+
+    def _is_dense(self, name: TensorName) -> bool:
+        """Say whether a name without experts in it is that of an ordinary linear layer."""
+        spelt = f"{name.block}.{name.spelling}"
+        held = (self.entries.get(f"{spelt}{ending}") for ending in WEIGHT_ENDINGS)
+        shapes = [entry.shape for entry in held if entry is not None]
+        return bool(shapes) and all(len(shape) == 2 for shape in shapes)
 
     def _refuse_codes(self, path: str) -> None:
         """Refuse integer weights in a module that the configuration leaves out."""
@@ -156,9 +167,8 @@ class Planner:
         by_target: dict[str, list[tuple[str, LinearSource]]] = {}
         for module, parts in groups.items():
             weight = f"{module}.weight"
-            name = parse_name(weight)
-            if name is not None and self.names.module_of(name, self.modules) is not None:
-                continue  # of a module that was judged above
+            if any(key in self._judged for key in parts.values()):
+                continue
             target = self.names.rename(weight)[0]
             if target not in self.names.state:
                 continue  # belongs to no part of this model; the loader reports it

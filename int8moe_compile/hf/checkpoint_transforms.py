@@ -8,7 +8,7 @@ its builder gets the tensors one by one, when it asks for them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -16,10 +16,59 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
-from .checkpoint_assemble import Fetch
+from ..checkpoint_files import TensorEntry, read_tensor
+from ..compat import loader_placement
 
 _TOKEN: Final = "int8moe-planned"
 _NUMBERED: Final = re.compile(rf"{_TOKEN}-(\d+)")
+
+
+class Fetch:
+    """Return the tensors of one target: what the loader gives, or read anew from its file."""
+
+    def __init__(self, waiting: dict[str, Any], entries: Mapping[str, TensorEntry]) -> None:
+        self._waiting = waiting
+        self.entries = entries
+        self._scratch: Tensor | None = None
+
+    def __call__(self, key: str) -> Tensor:
+        """Return a tensor as the loader does; once a tensor."""
+        return _materialised(self._waiting.pop(key))
+
+    def rows(self, parts: Sequence[tuple[str, int | None]]) -> Tensor:
+        """Return tensors, or slices of their first dimension, one below the other.
+
+        Files are not mapped where that can be avoided, and the memory is used again by the next
+        call of the same shape: the result is valid until then.
+        """
+        placement = loader_placement(self._waiting[parts[0][0]])
+        if placement is None:
+            found = [(_materialised(self._waiting[key]), index) for key, index in parts]
+            return torch.cat([whole if index is None else whole[index] for whole, index in found])
+        device, dtype = placement
+        entries = [(self.entries[key], index) for key, index in parts]
+        shapes = [entry.shape[index is not None :] for entry, index in entries]
+        kinds = {
+            (entry.dtype, shape[1:]) for (entry, _), shape in zip(entries, shapes, strict=True)
+        }
+        if len(kinds) > 1:
+            return torch.cat([read_tensor(*entry).to(device, dtype) for entry in entries])
+        ((kind, columns),) = kinds
+        sizes = [shape[0] for shape in shapes]
+        if self._scratch is None or self._scratch.shape != (sum(sizes), *columns):
+            self._scratch = torch.empty(sum(sizes), *columns, dtype=kind)
+        for (entry, index), rows in zip(entries, self._scratch.split(sizes), strict=True):
+            read_tensor(entry, index, rows)
+        return self._scratch.to(device=device, dtype=dtype)
+
+    def unmapped(self, key: str) -> Tensor:
+        """Return a tensor in memory of its own, without mapping the file if possible."""
+        placement = loader_placement(self._waiting[key])
+        if placement is None:
+            return _materialised(self._waiting[key])
+        device, dtype = placement
+        return read_tensor(self.entries[key]).to(device=device, dtype=dtype)
+
 
 # Returns the tensors of a module, by full name, that one target stands for.
 Builder = Callable[[Fetch], Mapping[str, Tensor]]
@@ -29,9 +78,11 @@ class Routes:
     """Say which tensors of the checkpoint go to which builder.
 
     targets: tensor of the checkpoint -> parameter of the model. builders: one per target.
+    entries: where the tensors lie.
     """
 
     def __init__(self) -> None:
+        self.entries: Mapping[str, TensorEntry] = {}
         self.targets: dict[str, str] = {}
         self.builders: dict[str, Builder] = {}
         self._numbers: dict[str, int] = {}
@@ -96,13 +147,9 @@ class PlannedConverter(WeightConverter):
     @torch.no_grad()
     def convert(self, layer_name: str, *args: Any, **context: Any) -> dict[str, Tensor]:
         """Build the target. What is raised here ends the load, with no model returned."""
-        waiting = dict(self.collected_tensors)
+        waiting = {key: found[0] for key, found in self.collected_tensors.items()}
         self.collected_tensors.clear()
-
-        def fetch(key: str) -> Tensor:
-            return _materialised(waiting.pop(key)[0])
-
-        return dict(self.routes.builders[layer_name](fetch))
+        return dict(self.routes.builders[layer_name](Fetch(waiting, self.routes.entries)))
 
 
 class _Nothing(ConversionOps):
