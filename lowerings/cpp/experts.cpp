@@ -46,6 +46,10 @@ struct Rows {
     scale = scratch.take<float>(count);
     sum = scratch.take<int32_t>(count);
   }
+
+  void add_up(int64_t row) {
+    sum[row] = Lanes::OFFSET == 0 ? 0 : sum_codes(codes + row * padded, padded);
+  }
 };
 
 // Scales and biases of a block of one expert's weight rows.
@@ -201,8 +205,8 @@ class Chunk {
     if (call_.hidden_dtype == INT8) {
       const auto* codes = static_cast<const int8_t*>(call_.hidden) + token * call_.hidden_row_stride;
       inputs_.scale[row] = call_.a13_scale[token * call_.a13_scale_stride];
-      inputs_.sum[row] = copy_codes(codes, hidden, inputs_.padded,
-                                    inputs_.codes + row * inputs_.padded);
+      copy_codes(codes, hidden, inputs_.padded, inputs_.codes + row * inputs_.padded);
+      inputs_.add_up(row);
       return;
     }
     load_input(row, line);
@@ -219,7 +223,6 @@ class Chunk {
   void prepare(Rows<Lanes>& rows, int64_t row, float* line, int64_t count, int64_t dtype,
                const float* static_scale, const std::atomic<uint32_t>& tensor_amax) {
     Code* codes = rows.codes + row * rows.padded;
-    rows.sum[row] = 0;
     rows.scale[row] = 1.0f;
     if constexpr (std::is_same<Code, float>::value) {
       float* rounded = line + line_size() / 2;
@@ -231,8 +234,9 @@ class Chunk {
                           : call_.quant == TENSOR ? scale_of(tensor_amax.load())
                                                   : scale_of(amax_bits(line, count));
       rows.scale[row] = scale;
-      rows.sum[row] = encode_row(line, scale, count, rows.padded, codes);
+      encode_row(line, scale, count, rows.padded, codes);
     }
+    rows.add_up(row);
   }
 
   void* middle(int64_t position) const {

@@ -107,33 +107,31 @@ inline float scale_of(uint32_t amax) {
 }
 
 // codes = round_half_even(x / scale) clamped to [-128, 127], NaN as 0, then zeros up to `padded`.
-// Returns their sum. Clamping before rounding gives the same code; 1.5 * 2**23 has a unit in the
-// last place of 1, so adding it rounds half to even.
+// Clamping before rounding gives the same code; 1.5 * 2**23 has a unit in the last place of 1, so
+// adding it rounds half to even.
 template <class Code>
-int32_t encode_row(const float* x, float scale, int64_t count, int64_t padded, Code* codes) {
+void encode_row(const float* x, float scale, int64_t count, int64_t padded, Code* codes) {
   constexpr float ROUNDER = 12582912.0f;
-  int32_t sum = 0;
   for (int64_t i = 0; i < count; ++i) {
     float value = x[i] / scale;
     value = value > 127.0f ? 127.0f : value;
     value = value < -128.0f ? -128.0f : value;
     value = value == value ? value : 0.0f;
-    const int32_t code = int32_t(as_bits(value + ROUNDER)) - int32_t(as_bits(ROUNDER));
-    codes[i] = Code(code);
-    sum += code;
+    codes[i] = Code(int32_t(as_bits(value + ROUNDER)) - int32_t(as_bits(ROUNDER)));
   }
   for (int64_t i = count; i < padded; ++i) codes[i] = Code(0);
-  return sum;
 }
 
 template <class Code>
-int32_t copy_codes(const int8_t* source, int64_t count, int64_t padded, Code* codes) {
-  int32_t sum = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    codes[i] = Code(source[i]);
-    sum += source[i];
-  }
+void copy_codes(const int8_t* source, int64_t count, int64_t padded, Code* codes) {
+  for (int64_t i = 0; i < count; ++i) codes[i] = Code(source[i]);
   for (int64_t i = count; i < padded; ++i) codes[i] = Code(0);
+}
+
+template <class Code>
+int32_t sum_codes(const Code* codes, int64_t count) {
+  int32_t sum = 0;
+  for (int64_t i = 0; i < count; ++i) sum += int32_t(codes[i]);
   return sum;
 }
 
