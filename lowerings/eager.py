@@ -15,8 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ..oracle import DeviceFacts
 from ..ops.arguments import ExpertsArguments
+from ..oracle import DeviceFacts
 from . import eager_kernels as kernels
 from . import routing, tiles
 

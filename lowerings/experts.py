@@ -19,7 +19,8 @@ def register() -> None:
 def lower(*args: Any, **kwargs: Any) -> Any:
     """Lower one call; on other devices than CUDA the operator itself is called."""
     call = ExpertsArguments(*args, **kwargs)
-    if call.hidden_states.get_device().type == "cuda":
+    hidden: Any = call.hidden_states
+    if hidden.get_device().type == "cuda":
         # Here, because it needs Triton, which not every machine that compiles for its CPU has.
         from . import gpu_layer
 

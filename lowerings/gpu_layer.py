@@ -1,7 +1,8 @@
 """One call of int8moe::experts in a CUDA graph: loop IR, routing kernels and two templates.
 
 T tokens, H hidden, I intermediate, E local experts, K experts per token, N = 2*I when gated.
-Arguments passed the fake's checks; weights are static in shape, T may be symbolic.
+Arguments passed the fake's checks; weights are static in shape, T may be symbolic. ``call`` is an
+ExpertsArguments whose tensors are Inductor's buffers, hence untyped here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from torch._inductor import config, ir, lowering
 from torch._inductor.virtualized import V
 
 from ..oracle import DeviceFacts
-from ..ops.arguments import ExpertsArguments
 from . import bench_inputs, row_ir, templates, tiles
 from .eager import scale_columns
 from .routing_ir import GraphPlan, likely_size, plan
@@ -34,7 +34,7 @@ class Rows:
 class Layer:
     """Hold what both products of one call share."""
 
-    call: ExpertsArguments
+    call: Any
     plan: GraphPlan
     dtype: torch.dtype
     up: tiles.Product
@@ -43,14 +43,15 @@ class Layer:
     tiles: tuple[tiles.Tile, tiles.Tile]
 
 
-def lower(call: ExpertsArguments) -> ir.TensorBox:
+def lower(call: Any) -> ir.TensorBox:
     """Lower one call on a CUDA device to loop IR, routing launches and two templates."""
-    hidden: ir.TensorBox = call.hidden_states
+    hidden = call.hidden_states
     dtype = result_dtype(call)
     tokens, top_k = call.topk_ids.get_size()
     if V.graph.sizevars.statically_known_equals(tokens * top_k, 0) or static(call.w13)[0] == 0:
         full = lowering.lowerings[torch.ops.aten.full.default]
-        return full(hidden.get_size(), 0, dtype=dtype, device=hidden.get_device())
+        empty: ir.TensorBox = full(hidden.get_size(), 0, dtype=dtype, device=hidden.get_device())
+        return empty
     layer = describe(call, dtype)
     rows = first_rows(layer)
     middle = first_product(layer, rows)
@@ -62,10 +63,11 @@ def lower(call: ExpertsArguments) -> ir.TensorBox:
     return row_ir.combine(parts, layer.plan.local, hidden.get_size(), int(top_k))
 
 
-def result_dtype(call: ExpertsArguments) -> torch.dtype:
+def result_dtype(call: Any) -> torch.dtype:
     """Return the output dtype: the one asked for, the input's, or bf16 for int8 input."""
     if call.out_dtype is not None:
-        return call.out_dtype
+        asked: torch.dtype = call.out_dtype
+        return asked
     given: torch.dtype = call.hidden_states.get_dtype()
     return torch.bfloat16 if given == torch.int8 else given
 
@@ -75,7 +77,7 @@ def static(x: Any) -> list[int]:
     return [int(V.graph.sizevars.guard_int(size)) for size in x.get_size()]
 
 
-def describe(call: ExpertsArguments, dtype: torch.dtype) -> Layer:
+def describe(call: Any, dtype: torch.dtype) -> Layer:
     """Choose tiles for a call and put its routing into the graph."""
     hidden = call.hidden_states
     num_experts, rows, depth = static(call.w13)
@@ -204,12 +206,12 @@ def _product(
     )
 
 
-def _realized(x: ir.TensorBox) -> ir.TensorBox:
+def _realized(x: Any) -> Any:
     """Return a tensor as a buffer or a view of one, as templates take it."""
     return ir.ExternKernel.realize_input(x)
 
 
-def _flat(scale: ir.TensorBox) -> ir.TensorBox:
+def _flat(scale: Any) -> Any:
     """Return activation scales as [values], contiguous."""
     values = 1
     for size in scale.get_size():
@@ -217,6 +219,6 @@ def _flat(scale: ir.TensorBox) -> ir.TensorBox:
     return ir.ExternKernel.require_contiguous(lowering.view(scale, [values]))
 
 
-def _flat_rows(scale: ir.TensorBox) -> ir.TensorBox:
+def _flat_rows(scale: Any) -> Any:
     """Return weight scales as contiguous [E, columns]."""
     return ir.ExternKernel.require_contiguous(lowering.view(scale, scale.get_size()[:2]))

@@ -15,13 +15,13 @@ from torch import Tensor
 from . import routing_kernels as kernels
 from .tiles import tile_bound
 
-# Up to so many contributions one program counts and places all of them in a single launch.
-ONE_CHUNK = 512
-CHUNK = 256
-# Beyond, larger chunks keep the [P, BINS] table of counts small: every program reads all of it.
-LARGE = 16384
-LARGE_CHUNK = 512
+# Contributions that one program counts or searches; up to so many need a single launch.
+CHUNK = 8192
+# Contributions that a program looks at in one step.
+BLOCK = 2048
+LEAST_BLOCK = 128
 LEAST_BINS = 128
+NUM_WARPS = 4
 
 
 @dataclass(frozen=True)
@@ -56,47 +56,44 @@ def plan(topk_ids: Tensor, expert_map: Tensor | None, *, num_experts: int, block
     bound = tile_bound(contributions, num_experts, block_m)
     tiles = torch.empty((1 + bound, 3), dtype=torch.int32, device=device)
 
-    chunk = chunk_of(contributions)
-    chunks = triton.cdiv(contributions, chunk)
-    table = launch_sizes(num_experts)
-    bins = table["BINS"]
-    base = torch.empty((2, chunks, bins), dtype=torch.int32, device=device)
+    sizes = launch_sizes(contributions, num_experts)
+    chunks = triton.cdiv(contributions, CHUNK)
+    counts = torch.empty((chunks, sizes["BINS"]), dtype=torch.int32, device=device)
     map_size = 0 if expert_map is None else expert_map.numel()
     if expert_map is not None:
         expert_map = expert_map.contiguous()
-    source = (topk_ids, expert_map, contributions)
-    sizes = (top_k, num_experts, map_size, *topk_ids.stride())
-    has_map = expert_map is not None
+    shape = (top_k, num_experts, map_size, *topk_ids.stride())
+    options = {
+        "HAS_MAP": expert_map is not None,
+        "CHUNK": CHUNK,
+        "BLOCK": sizes["BLOCK"],
+        "BINS": sizes["BINS"],
+        "num_warps": NUM_WARPS,
+    }
     if chunks > 1:
-        kernels.count_kernel[(chunks,)](base[1], *source, *sizes, has_map, chunk, bins)
-    kernels.place_kernel[(chunks,)](
+        kernels.count_kernel[(chunks,)](
+            counts, local, topk_ids, expert_map, contributions, *shape, **options
+        )
+    kernels.place_kernel[(chunks * num_experts,)](
         order,
         local,
         tiles,
-        base[0],
-        base[1],
-        *source,
+        counts,
+        topk_ids,
+        expert_map,
+        contributions,
         chunks,
-        *sizes,
-        HAS_MAP=has_map,
+        *shape,
         ONE_CHUNK=chunks == 1,
-        CHUNK=chunk,
-        BINS=bins,
-        STEP=table["STEP"],
+        STEP=sizes["STEP"],
         BLOCK_M=block_m,
-        num_warps=8,
+        **options,
     )
     return Plan(order, local, tiles)
 
 
-def chunk_of(contributions: int) -> int:
-    """Return how many contributions one program places."""
-    if contributions <= ONE_CHUNK:
-        return max(CHUNK, triton.next_power_of_2(contributions))
-    return CHUNK if contributions <= LARGE else LARGE_CHUNK
-
-
-def launch_sizes(num_experts: int) -> dict[str, int]:
-    """Return the columns of the table of counts, and how many of its rows are read at a time."""
+def launch_sizes(contributions: int, num_experts: int) -> dict[str, int]:
+    """Return a step's contributions, columns of the table of counts, its rows read at a time."""
     bins = max(LEAST_BINS, triton.next_power_of_2(num_experts))
-    return {"BINS": bins, "STEP": max(1, min(16, 8192 // bins))}
+    block = max(LEAST_BLOCK, min(BLOCK, triton.next_power_of_2(contributions)))
+    return {"BLOCK": block, "BINS": bins, "STEP": max(1, min(16, 8192 // bins))}

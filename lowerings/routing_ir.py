@@ -20,7 +20,7 @@ from torch.utils._sympy.functions import CeilDiv
 
 from ..compat import launch_in_graph
 from . import routing_kernels
-from .routing import ONE_CHUNK, chunk_of, launch_sizes
+from .routing import CHUNK, NUM_WARPS, launch_sizes
 
 # What an unbacked size is taken for where tiles are chosen.
 UNKNOWN_SIZE: Final = 2048
@@ -41,62 +41,61 @@ def likely_size(size: Any) -> int:
 
 
 @functools.cache
-def _with_warps(name: str, num_warps: int) -> Any:
-    """Return a routing kernel with its number of warps, which a graph takes from a configuration."""
-    kernel = getattr(routing_kernels, name)
-    return triton.autotune([triton.Config({}, num_warps=num_warps)], key=[])(kernel)
+def _configured(name: str) -> Any:
+    """Return a routing kernel with its number of warps: a graph takes it from a configuration."""
+    config = triton.Config({}, num_warps=NUM_WARPS)
+    return triton.autotune([config], key=[])(getattr(routing_kernels, name))
 
 
 def plan(
     topk_ids: ir.TensorBox, expert_map: ir.TensorBox | None, *, num_experts: int, block_m: int
 ) -> GraphPlan:
-    """Put the routing of T*K contributions into the graph; one launch or, beyond 512, two."""
+    """Put the routing of T*K contributions into the graph; one launch, or two beyond 8192."""
     device = topk_ids.get_device()
     tokens, top_k = topk_ids.get_size()
     contributions = tokens * top_k
     ids = ir.ExternKernel.require_contiguous(topk_ids)
-    map_size: Any = 0
+    known, map_size = None, 0
     if expert_map is not None:
-        expert_map = ir.ExternKernel.require_contiguous(expert_map)
+        known = ir.ExternKernel.require_contiguous(expert_map)
         map_size = expert_map.get_size()[0]
 
-    chunk = chunk_of(likely_size(contributions))
-    is_one = V.graph.sizevars.statically_known_leq(contributions, min(chunk, ONE_CHUNK))
-    chunks = sympy.Integer(1) if is_one else CeilDiv(contributions, chunk)
-    sizes = launch_sizes(num_experts)
+    sizes = launch_sizes(likely_size(contributions), num_experts)
+    is_one = V.graph.sizevars.statically_known_leq(contributions, CHUNK)
+    chunks = sympy.Integer(1) if is_one else CeilDiv(contributions, CHUNK)
     bound = CeilDiv(contributions, block_m) + num_experts
 
     def buffer(*size: Any) -> ir.TensorBox:
-        return empty_strided(list(size), None, dtype=torch.int32, device=device)
+        empty: ir.TensorBox = empty_strided(list(size), None, dtype=torch.int32, device=device)
+        return empty
 
     order, local, tile_list = buffer(contributions), buffer(contributions), buffer(1 + bound, 3)
-    base, counts = buffer(chunks, sizes["BINS"]), buffer(chunks, sizes["BINS"])
+    counts = buffer(chunks, sizes["BINS"])
     source = {
+        "counts_ptr": counts,
+        "local_ptr": local,
         "ids_ptr": ids,
-        "map_ptr": expert_map,
+        "map_ptr": known,
         "num_contributions": contributions,
         "top_k": top_k,
         "num_experts": num_experts,
         "map_size": map_size,
         "stride_it": top_k,
         "stride_ik": 1,
-        "HAS_MAP": expert_map is not None,
-        "CHUNK": chunk,
+        "HAS_MAP": known is not None,
+        "CHUNK": CHUNK,
+        "BLOCK": sizes["BLOCK"],
         "BINS": sizes["BINS"],
     }
-    grid = (chunks, 1, 1)
     if not is_one:
-        launch_in_graph(_with_warps("count_kernel", 4), grid, {"counts_ptr": counts, **source})
+        launch_in_graph(_configured("count_kernel"), (chunks, 1, 1), source)
     launch_in_graph(
-        _with_warps("place_kernel", 8),
-        grid,
+        _configured("place_kernel"),
+        (chunks * num_experts, 1, 1),
         {
-            "order_ptr": order,
-            "local_ptr": local,
-            "tiles_ptr": tile_list,
-            "base_ptr": base,
-            "counts_ptr": counts,
             **source,
+            "order_ptr": order,
+            "tiles_ptr": tile_list,
             "num_chunks": chunks,
             "ONE_CHUNK": is_one,
             "STEP": sizes["STEP"],

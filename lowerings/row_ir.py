@@ -89,7 +89,7 @@ def dynamic_scale(like: ir.TensorBox, load: Loader, *, is_per_row: bool) -> ir.T
             return ops.abs(load(inner))
 
     amax = ir.Reduction.create(
-        device=like.get_device(),
+        device=like.get_device_or_error(),
         dst_dtype=torch.float32,
         src_dtype=torch.float32,
         inner_fn=magnitude,

@@ -32,7 +32,7 @@ def _grid(rows: Any, width: Any, meta: dict[str, Any], *, cdiv: Any, min: Any) -
 @functools.cache
 def template(name: str) -> TritonTemplate:
     """Load a template once a process: a second one of the same name is an error to Inductor."""
-    source = importlib.resources.files(__package__).joinpath("jinja", f"{name}.py.jinja")
+    source = importlib.resources.files(__package__) / "jinja" / f"{name}.py.jinja"
     return TritonTemplate(name=f"int8moe_{name}", grid=_grid, source=source.read_text())
 
 
@@ -46,7 +46,9 @@ def product(
     input_gen_fns: dict[int, Callable[[ir.Buffer], torch.Tensor]],
 ) -> ir.TensorBox:
     """Return the output [rows, width] of a template; several candidates are compared by time."""
-    layout = ir.FixedLayout(inputs[0].get_device(), dtype, list(size), [size[1], sympy.Integer(1)])
+    layout = ir.FixedLayout(
+        inputs[0].get_device_or_error(), dtype, list(size), [size[1], sympy.Integer(1)]
+    )
     choices: list[Any] = []
     for tile in candidates:
         error = template(name).maybe_append_choice(
@@ -64,6 +66,7 @@ def product(
         )
         if error is not None:
             raise error
-    return select_algorithm(
+    output: ir.TensorBox = select_algorithm(
         f"int8moe_{name}", choices, list(inputs), layout, input_gen_fns=input_gen_fns
     )
+    return output

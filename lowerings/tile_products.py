@@ -61,7 +61,8 @@ def products(
             w = tl.load(gate_ptrs, mask=k_mask[:, None], other=0)
         gate = multiply_add(a, w, gate, INTEGER)
         if GATED:
-            if EVEN_K:
+            # Not a conditional expression: Triton would compile both of its sides.
+            if EVEN_K:  # noqa: SIM108
                 w = tl.load(up_ptrs)
             else:
                 w = tl.load(up_ptrs, mask=(k < depth)[:, None], other=0)

@@ -163,8 +163,8 @@ def choose(product: Product, device: DeviceFacts, block_m: int | None = None) ->
         tile = FP32_TILE
     else:
         table = FEW_EXPERTS_TABLE if product.experts <= FEW_EXPERTS else TABLE
-        row = next(row for row in table if rows <= row[0])
-        tile = row[1 if product.panels == 2 else 2]
+        _, first, second = next(row for row in table if rows <= row[0])
+        tile = first if product.panels == 2 else second
     if product.a_bytes == 2:
         tile = replace(tile, block_k=min(tile.block_k, FLOAT_K))
     if block_m is not None:

@@ -16,10 +16,11 @@ import pytest
 import torch
 import triton
 from inductor_source import Shape, generated_source, launch_order, pretend_cuda
-from int8moe_compile.lowerings import experts
 from offline import INTEGER_INSTRUCTION, assembly, matrix_instructions, target_of
 from support import EXPERTS
 from triton.compiler import ASTSource
+
+from int8moe_compile.lowerings import experts
 
 BF16, INT8, FP32, INT64 = torch.bfloat16, torch.int8, torch.float32, torch.int64
 experts.register()
@@ -76,11 +77,11 @@ COUNT, PLACE, PRODUCT, COMBINE = (
     [
         (64, {}, [NORM_QUANTIZE, PLACE, PRODUCT, REQUANTIZE, PRODUCT, COMBINE]),
         ("T", {}, [NORM_QUANTIZE, COUNT, PLACE, PRODUCT, REQUANTIZE, PRODUCT, COMBINE]),
-        (4096, {}, [NORM_QUANTIZE, COUNT, PLACE, PRODUCT, REQUANTIZE, PRODUCT, COMBINE]),
+        (8192, {}, [NORM_QUANTIZE, COUNT, PLACE, PRODUCT, REQUANTIZE, PRODUCT, COMBINE]),
         # The norm alone; codes are converted in the tiles.
         (64, {"activation_quant": "none"}, ["triton_per_fused", PLACE, PRODUCT, PRODUCT, COMBINE]),
     ],
-    ids=["64", "dynamic", "4096", "weight-only"],
+    ids=["64", "dynamic", "8192", "weight-only"],
 )
 def test_kernels_of_one_block(T: int | str, options: Any, expected: list[str]) -> None:
     source = generated_source(block(**options), shapes(T), tokens=300)

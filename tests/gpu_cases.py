@@ -1,4 +1,4 @@
-"""Cases that cover every argument of int8moe::experts once or more, for interpreter and GPU tests."""
+"""Cases that cover every argument of int8moe::experts, for interpreter and GPU tests."""
 
 from __future__ import annotations
 

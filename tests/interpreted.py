@@ -9,10 +9,11 @@ import interpreter  # noqa: F401  (first: it sets TRITON_INTERPRET)
 import pytest
 import torch
 from gpu_cases import CASES, Case
+from support import Problem, assert_close, probe, problem
+
 from int8moe_compile.lowerings import eager, routing, tiles
 from int8moe_compile.ops.arguments import ExpertsArguments
 from int8moe_compile.ops.routing import local_experts
-from support import Problem, assert_close, probe, problem
 
 
 def run(case: Problem) -> torch.Tensor:
@@ -26,7 +27,7 @@ def test_every_argument(case: Case) -> None:
     assert_close(run(built), built)
 
 
-@pytest.mark.parametrize("experts", [1, 3, 60, 256, 2048])
+@pytest.mark.parametrize("experts", [1, 3, 60, 160])
 def test_number_of_experts(experts: int) -> None:
     case = problem(1, T=7, E=experts, K=2)
     one_each = case.with_(topk_ids=torch.arange(14).reshape(7, 2) % experts)
@@ -61,9 +62,11 @@ def test_the_integer_sum_does_not_wrap() -> None:
     assert run(case)[0, 0].item() == 512 * 127 * 127
 
 
-@pytest.mark.parametrize("T", [1, 300, 700])
+@pytest.mark.parametrize(("T", "chunk"), [(1, 8192), (700, 8192), (700, 256)])
 @pytest.mark.parametrize("block_m", [16, 128])
-def test_routing(T: int, block_m: int) -> None:
+def test_routing(T: int, chunk: int, block_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "CHUNK", chunk)
+    monkeypatch.setattr(routing, "BLOCK", 128)
     g = torch.Generator().manual_seed(T)
     ids = torch.randint(-2, 14, (T, 3), generator=g)
     plan = routing.plan(ids, None, num_experts=11, block_m=block_m)

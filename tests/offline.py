@@ -11,11 +11,12 @@ from unittest import mock
 
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
 from int8moe_compile.lowerings import eager, eager_kernels, routing_kernels
 from int8moe_compile.ops.arguments import ExpertsArguments
 from int8moe_compile.oracle import DeviceFacts
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 OPTIONS = ("num_warps", "num_stages")
 INTEGER_INSTRUCTION = {

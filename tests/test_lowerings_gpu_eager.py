@@ -7,6 +7,8 @@ import torch
 from gpu_cases import CASES, Case
 from support import Problem, assert_close, poison, problem, with_scheme
 
+from int8moe_compile.lowerings import eager, tiles
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -56,6 +58,35 @@ def test_a_token_depends_on_itself_alone(word: str) -> None:
     assert torch.equal(case.rows(order).run(), whole[order])
     for _ in range(3):
         assert torch.equal(case.run(), whole)
+
+
+@pytest.mark.parametrize("block_m", [16, 32, 64, 128])
+@pytest.mark.parametrize("word", ["token", "static"])
+def test_every_tile_gives_the_same_bits(
+    block_m: int, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the tables or max-autotune choose: tables, candidates, grouping, stages, warps."""
+    biases = {"w13_bias": torch.randn(4, 192), "w2_bias": torch.randn(4, 160)}
+    case = problem(9, T=150, H=160, I=96, E=4, K=2, alpha=1.7, beta=1.0, limit=2.0, **biases)
+    case = with_scheme(case, word).to("cuda")
+    expected = case.run()
+    device = eager.facts_of(torch.device("cuda", torch.cuda.current_device()))
+    up, down = tiles.Product(300, 4, 160, 96, 2), tiles.Product(300, 4, 96, 160)
+    tables = [*tiles.TABLE, *tiles.FEW_EXPERTS_TABLE]
+    ups = {tiles.fit(row[1], up, device) for row in tables} | set(
+        tiles.candidates(up, device, block_m)
+    )
+    downs = {tiles.fit(row[2], down, device) for row in tables} | set(
+        tiles.candidates(down, device, block_m)
+    )
+    ups = {tile for tile in ups if tile.block_m == block_m}
+    downs = {tile for tile in downs if tile.block_m == block_m}
+    assert len(ups) > 1 and len(downs) > 1
+    pairs = [(tile, min(downs, key=str)) for tile in ups]
+    pairs += [(min(ups, key=str), tile) for tile in downs]
+    for pair in pairs:
+        monkeypatch.setattr(eager, "layer_tiles", lambda *args, pair=pair: pair)
+        assert torch.equal(case.run(), expected), pair
 
 
 def test_no_synchronisation() -> None:

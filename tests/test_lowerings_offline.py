@@ -7,6 +7,7 @@ import re
 import offline
 import pytest
 import torch
+
 from int8moe_compile.lowerings import tiles
 from int8moe_compile.ops.arguments import ExpertsArguments
 from int8moe_compile.oracle import MoeProblem, select_int8_moe_backend
@@ -75,7 +76,7 @@ def test_the_other_kernels_compile(arch: str) -> None:
     names = set()
     calls = (
         call(8),
-        call(700)._replace(expert_map=torch.empty(16, dtype=torch.int32)),
+        call(5000)._replace(expert_map=torch.empty(16, dtype=torch.int32)),
         call(8, "tensor"),
         call(8, "none"),
     )

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
 from int8moe_compile.lowerings import tiles
 from int8moe_compile.oracle import DeviceFacts
 
@@ -33,10 +34,10 @@ def facts(arch: str) -> DeviceFacts:
 def products(a_bytes: int) -> list[tuple[tiles.Product, tiles.Product]]:
     return [
         (
-            tiles.Product(tokens * K, E, H, I, 2, a_bytes),
-            tiles.Product(tokens * K, E, I, H, 1, a_bytes),
+            tiles.Product(tokens * K, E, H, width, 2, a_bytes),
+            tiles.Product(tokens * K, E, width, H, 1, a_bytes),
         )
-        for (E, K, H, I), tokens in itertools.product(SIZES, TOKENS)
+        for (E, K, H, width), tokens in itertools.product(SIZES, TOKENS)
     ]
 
 

@@ -1,0 +1,191 @@
+"""The contestants of the experts benchmark: each a function of (x, router weights, ids).
+
+T tokens, H hidden, I intermediate, E experts, K experts per token. Peers get random weights of
+their own format; only time is compared here, results are compared by the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from shapes import Shape
+from torch import Tensor
+
+import int8moe_compile  # noqa: F401
+
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def int8_arguments(shape: Shape) -> dict[str, Any]:
+    """Return weights, scales and gate of the operator for a shape, on the GPU."""
+    E, H, I = shape.experts, shape.hidden, shape.intermediate  # noqa: E741
+    codes = {"dtype": torch.int8, "device": "cuda"}
+    arguments: dict[str, Any] = {
+        "w13": torch.randint(-127, 128, (E, 2 * I, H), **codes),
+        "w13_scale": torch.rand(E, 2 * I, device="cuda") / (60 * H**0.5),
+        "w2": torch.randint(-127, 128, (E, H, I), **codes),
+        "w2_scale": torch.rand(E, H, device="cuda") / (60 * I**0.5),
+    }
+    if shape.is_gpt_oss:
+        arguments |= {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
+        arguments["w13_bias"] = torch.randn(E, 2 * I, device="cuda", dtype=torch.bfloat16)
+        arguments["w2_bias"] = torch.randn(E, H, device="cuda", dtype=torch.bfloat16)
+    return arguments
+
+
+def eager(arguments: dict[str, Any], **options: Any) -> Run:
+    """Return the operator itself, called outside a compiled graph."""
+    experts = torch.ops.int8moe.experts
+
+    def run(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return experts(x, topk_weights=weights, topk_ids=ids, **arguments, **options)
+
+    return run
+
+
+def compiled(run: Run) -> Run:
+    """Return a function under torch.compile, one static graph for each size."""
+    return torch.compile(run, fullgraph=True, dynamic=False)
+
+
+def hugging_face(shape: Shape) -> Run:
+    """Return transformers' grouped_mm experts in bf16."""
+    from transformers.integrations import moe
+
+    E, H, I = shape.experts, shape.hidden, shape.intermediate  # noqa: E741
+    if shape.is_gpt_oss:
+        from transformers import GptOssConfig as Config
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts as Experts
+    else:
+        from transformers import Qwen3MoeConfig as Config
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts as Experts
+    sizes = {"num_local_experts": E} if shape.is_gpt_oss else {"num_experts": E}
+    config = Config(
+        hidden_size=H, intermediate_size=I, moe_intermediate_size=I, hidden_act="silu", **sizes
+    )
+    with torch.device("meta"):
+        module = Experts(config)
+    module = module.to_empty(device="cuda").to(torch.bfloat16)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+
+    def run(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return moe.grouped_mm_experts_forward(module, x, ids, weights)
+
+    return run
+
+
+class Humming:
+    """humming-kernels' indexed INT8 products, with its own quantising kernels and a plain sum.
+
+    Its lists of rows are made outside the measured graph: its routing is not counted.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        H, I = shape.hidden, shape.intermediate  # noqa: E741
+        self.up = self._layer(2 * I, H)
+        self.down = self._layer(H, I)
+        self.total = torch.compile(
+            lambda parts, weights: (
+                (parts.float() * weights[..., None].float()).sum(1).to(parts.dtype)
+            ),
+            dynamic=True,
+        )
+
+    def _layer(self, n: int, k: int) -> tuple[Any, dict[str, Tensor]]:
+        from humming.config import LayerConfig
+        from humming.schema import HummingWeightSchema
+        from humming.transform import transform_humming_tensors
+
+        def config(experts: int) -> Any:
+            return LayerConfig(
+                shape_n=n,
+                shape_k=k,
+                num_experts=experts,
+                a_dtype="int8",
+                b_dtype="int8",
+                c_dtype="bfloat16",
+                bs_dtype="bfloat16",
+                as_dtype="float32",
+            )
+
+        parts: list[dict[str, Tensor]] = []
+        step = next(size for size in (8, 6, 4, 2, 1) if self.shape.experts % size == 0)
+        for _ in range(0, self.shape.experts, step):
+            part = config(step)
+            schema = HummingWeightSchema(
+                b_dtype=part.b_dtype,
+                bs_dtype=part.bs_dtype,
+                weight_scale_group_size=part.weight_scale_group_size,
+                weight_scale_group_size_n=part.weight_scale_group_size_n,
+                weight_scale_type=part.weight_scale_type,
+                weight_scale_2_type=part.weight_scale_2_type,
+                has_zero_point=part.has_zero_point,
+                is_fp_zero_point=part.is_fp_zero_point,
+            )
+            weight = torch.randn(step, n, k, device="cuda", dtype=torch.bfloat16) * 0.02
+            tensors = schema.quant_tensor(
+                weight, schema, torch.bfloat16, allow_negative_scale=False
+            )
+            transformed = transform_humming_tensors(part, tensors)
+            parts.append({name: t for name, t in transformed.items() if t is not None})
+        joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return config(self.shape.experts), joined
+
+    def prepare(self, ids: Tensor) -> Run:
+        """Return the layer for one routing; the rows' lists are part of the function."""
+        from humming import ops
+        from humming.config import ComputeConfig
+        from humming.forward import may_process_input
+        from humming.kernel.humming import HummingKernel
+        from humming.testing.data import generate_moe_tensors
+        from humming.tune import get_heuristics_config
+
+        compute = ComputeConfig(gemm_type="indexed")
+        rows = ids.numel()
+        launches = []
+        for layer, tensors in (self.up, self.down):
+            values = get_heuristics_config(layer, shape_m=rows, gemm_type="indexed")
+            kernel = HummingKernel.prepare_kernels(
+                layer.to_str(),
+                compute.to_str(),
+                [(0, 1 << 30, values | {"use_batch_invariant": False})],
+                device=torch.cuda.current_device(),
+            ).reshape(-1, 4)[0]
+            lists = generate_moe_tensors(
+                ids.int(), layer.num_experts, "indexed", values["block_shape"][0]
+            )
+            names = ("sorted_ids", "expert_ids", "num_tokens_padded")
+            launches.append((kernel, tensors, dict(zip(names, lists[2:], strict=True))))
+        locks = torch.zeros(2048, dtype=torch.int32, device="cuda")
+
+        def product(index: int, a: Tensor, scale: Tensor, width: int, top_k: int) -> Tensor:
+            kernel, tensors, lists = launches[index]
+            out = torch.empty(rows, width, dtype=torch.bfloat16, device="cuda")
+            return ops.launch_kernel(
+                configs=kernel,
+                inputs=a,
+                input_scale=scale,
+                outputs=out,
+                locks=locks,
+                top_k=top_k,
+                **lists,
+                **tensors,
+            )
+
+        def run(x: Tensor, weights: Tensor, _: Tensor) -> Tensor:
+            codes, _, scale = may_process_input(self.up[0], x)
+            middle = product(0, codes, scale, 2 * self.shape.intermediate, self.shape.top_k)
+            codes, _, scale = may_process_input(
+                self.down[0],
+                middle,
+                activation_type="binary_split",
+                activation_impl="a / (1.0f + __expf(-a)) * b",
+            )
+            parts = product(1, codes, scale, self.shape.hidden, 1)
+            return self.total(parts.view(*weights.shape, -1), weights)
+
+        return run

@@ -1,0 +1,174 @@
+"""Time both grouped products of every shape over many tiles; the tables in tiles.py come from it.
+
+Kernels are compiled by worker processes first, because a compilation takes longer than its runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from shapes import SHAPES, Shape
+
+from int8moe_compile.lowerings import eager, routing, tiles
+from int8moe_compile.ops.arguments import ExpertsArguments
+
+LIMIT = 232448
+
+
+def sweep(panels: int) -> Iterator[tiles.Tile]:
+    """Yield the tiles to compare for a product of one or two panels."""
+    for block_m, (block_n, warps), block_k, stages in itertools.product(
+        (16, 32, 64, 128),
+        ((32, 4), (64, 4), (128, 4), (128, 8), (256, 8)),
+        (64, 128, 256),
+        (3, 4, 5),
+    ):
+        accumulators = block_m * block_n * panels // (32 * warps)
+        product = tiles.Product(1, 1, 4096, 4096, panels)
+        tile = tiles.Tile(block_m, block_n, block_k, warps, stages)
+        device = tiles.DeviceFacts("cuda", (9, 0), "sm_90", LIMIT, 132)
+        fits = tiles.shared_memory(tile, product, device) <= LIMIT
+        deep_enough = block_k > 64 or block_m >= 64
+        if fits and 4 <= accumulators <= 256 and deep_enough and not (stages == 5 and block_m > 64):
+            yield tile
+
+
+def arguments(shape: Shape, tokens: int) -> ExpertsArguments:
+    """Return random arguments of the operator on the GPU."""
+    E, K, H, I = shape.experts, shape.top_k, shape.hidden, shape.intermediate  # noqa: E741
+    logits = torch.randn(tokens, E, device="cuda")
+    weights, ids = torch.topk(torch.softmax(logits, -1), K)
+    return ExpertsArguments(
+        torch.randn(tokens, H, device="cuda", dtype=torch.bfloat16),
+        torch.randint(-127, 128, (E, 2 * I, H), device="cuda", dtype=torch.int8),
+        torch.rand(E, 2 * I, device="cuda") * 1e-3,
+        torch.randint(-127, 128, (E, H, I), device="cuda", dtype=torch.int8),
+        torch.rand(E, H, device="cuda") * 1e-3,
+        weights.to(torch.bfloat16),
+        ids,
+    )
+
+
+def stages_of(
+    call: ExpertsArguments, block_m: int
+) -> tuple[Callable[[tiles.Tile], Any], Callable[[tiles.Tile], Any]]:
+    """Return functions that launch each product with a tile of so many rows."""
+    plan = routing.plan(call.topk_ids, None, num_experts=call.w13.shape[0], block_m=block_m)
+    rows = eager.first_rows(call, plan)
+    middle = torch.randn(
+        plan.contributions, call.intermediate_size, device="cuda", dtype=torch.bfloat16
+    )
+    second = eager.second_rows(call, plan, middle)
+    return (
+        lambda tile: eager.launch_up(call, plan, rows, tile),
+        lambda tile: eager.launch_down(call, plan, second, tile),
+    )
+
+
+def compile_some(jobs: list[tuple[bool, dict[str, int]]]) -> None:
+    """Compile kernels into Triton's cache by running them on a tiny layer."""
+    for is_up, tile in jobs:
+        shape = Shape("tiny", 4, 2, 512, 512, (1,))
+        call = arguments(shape, 32)
+        launch = stages_of(call, tile["block_m"])[0 if is_up else 1]
+        try:
+            launch(tiles.Tile(**tile))
+            torch.cuda.synchronize()
+        except Exception as error:
+            print("cannot", is_up, tile, type(error).__name__, str(error)[:100], flush=True)
+
+
+def median_us(run: Callable[[], Any], flush: torch.Tensor, repeats: int) -> float:
+    """Return the median time of a launch with a cold L2, by events."""
+    events = []
+    run()
+    for _ in range(repeats):
+        flush.zero_()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        events.append((begin, end))
+    torch.cuda.synchronize()
+    return 1e3 * statistics.median(begin.elapsed_time(end) for begin, end in events)
+
+
+def measure(shape: Shape, tokens: int, found: list[dict[str, Any]]) -> None:
+    """Time the tiles that suit one number of tokens."""
+    call = arguments(shape, tokens)
+    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+    rows = tiles.rows_per_expert(tokens * shape.top_k, shape.experts)
+    repeats = 7 if tokens < 4096 else 4
+    for block_m in (16, 32, 64, 128):
+        if (block_m > 16 and rows * 4 < block_m) or (block_m < 64 and rows > 200):
+            continue
+        for name, launch, panels in zip(
+            ("up", "down"), stages_of(call, block_m), (2, 1), strict=True
+        ):
+            for tile in sweep(panels):
+                if tile.block_m != block_m:
+                    continue
+                for group_m in (1, 8) if rows > 128 else (1,):
+                    tile = tiles.replace(tile, group_m=group_m)
+                    try:
+                        time = median_us(lambda run=launch, t=tile: run(t), flush, repeats)
+                    except Exception as error:
+                        print("failed", name, tile, str(error)[:80], flush=True)
+                        continue
+                    found.append(
+                        {"shape": shape.name, "tokens": tokens, "product": name, "us": time}
+                        | asdict(tile)
+                    )
+
+
+def report(found: list[dict[str, Any]]) -> None:
+    """Print the three best tiles of each product for each size and M tile."""
+    for key, group in itertools.groupby(
+        found, lambda row: (row["shape"], row["tokens"], row["block_m"], row["product"])
+    ):
+        best = sorted(group, key=lambda row: row["us"])[:3]
+        text = "  ".join(
+            f"{b['us']:.1f}:{b['block_n']}x{b['block_k']}w{b['num_warps']}s{b['num_stages']}"
+            f"g{b['group_m']}"
+            for b in best
+        )
+        print(*key, text, flush=True)
+
+
+def main() -> None:
+    """Sweep the shapes named, write all times to a JSON file and print the best."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
+    parser.add_argument("--tokens", default="")
+    parser.add_argument("--output", default="sweep_tiles.json")
+    parser.add_argument("--workers", type=int, default=14)
+    options = parser.parse_args()
+    wanted = [s for s in SHAPES if any(s.name.startswith(n) for n in options.shapes.split(","))]
+    jobs = [(is_up, asdict(tile)) for is_up in (True, False) for tile in sweep(2 if is_up else 1)]
+    parts = [jobs[start :: options.workers] for start in range(options.workers)]
+    with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
+        pool.map(compile_some, parts, chunksize=1)
+    print(f"compiled {len(jobs)} kernels", flush=True)
+    found: list[dict[str, Any]] = []
+    for shape in wanted:
+        counts = [int(t) for t in options.tokens.split(",") if t] or shape.tokens
+        for tokens in counts:
+            measure(shape, tokens, found)
+            report([row for row in found if row["shape"] == shape.name and row["tokens"] == tokens])
+            Path(options.output).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Run every test that needs a GPU, then memcheck and racecheck on a small case of each kernel.
+#
+# INT8MOE_TEST_WORKERS sets the number of test processes (default 6), INT8MOE_SANITIZER_TOOLS the
+# sanitizer's tools (default "memcheck racecheck"; empty: none). Arguments go to pytest.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+# One compilation at a time in each process: the processes already fill the machine.
+export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 HF_HUB_OFFLINE=1
+failed=0
+
+"$python" -m pytest -q -m gpu -n "${INT8MOE_TEST_WORKERS:-6}" --dist worksteal "$@" tests || failed=1
+
+# Every allocation its own, so that a step past a buffer's end is one past an allocation.
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+# Compile first: under the sanitizer a compiler process would be watched, too.
+"$python" tests/sanitized.py || failed=1
+for tool in ${INT8MOE_SANITIZER_TOOLS-memcheck racecheck}; do
+    echo "== $tool"
+    compute-sanitizer --tool "$tool" --target-processes application-only --error-exitcode 9 \
+        "$python" tests/sanitized.py || failed=1
+done
+exit $failed

@@ -1,0 +1,41 @@
+"""Run a small case of every CUDA kernel; scripts/run_gpu_tests.sh puts compute-sanitizer around."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from support import EXPERTS, assert_close, problem, with_scheme
+
+
+def main() -> None:
+    """Run eager and compiled calls whose tiles, masks and routings differ."""
+    biases = {"w13_bias": torch.randn(4, 96), "w2_bias": torch.randn(4, 80)}
+    ids = torch.tensor([[0, 1], [-1, 3], [3, 4], [2, 2], [-1, -1], [1, 0], [0, 3]])
+    cases = [
+        problem(1, T=7, H=80, I=48, E=4, limit=1.0, **biases).with_(topk_ids=ids),
+        problem(2, T=300, H=256, I=128, E=4, K=4),
+        problem(3, T=600, H=96, I=33, E=2, K=2),
+        with_scheme(problem(4, T=9), "tensor"),
+        with_scheme(problem(5, T=9), "static"),
+        with_scheme(problem(6, T=300, H=128, I=64, E=4, K=2), "none"),
+        problem(7, T=9, K=1, apply_router_weight_on_input=True),
+        problem(8, T=9, E=2).with_(expert_map=torch.tensor([1, -1, 0, 5])),
+    ]
+    for number, case in enumerate(cases):
+        there = case.to("cuda")
+        assert_close(there.run(), case)
+        print("eager", number, flush=True)
+        if number in (0, 1, 3, 6) and "--eager-only" not in sys.argv:
+            torch._dynamo.reset()
+            function = torch.compile(
+                lambda *args, options=there.options: EXPERTS(*args, **options), fullgraph=True
+            )
+            with torch.no_grad():
+                assert_close(function(*there.args), case)
+            print("compiled", number, flush=True)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
