@@ -156,7 +156,7 @@ def compilation_error(message: str) -> Exception:
     """
     from torch._dynamo.exc import ShortenTraceback
 
-    class CompilationError(ValueError, ShortenTraceback):
+    class CompilationError(ShortenTraceback, ValueError):
         """Refuse what the user asked for while compiling."""
 
     return CompilationError(message, first_useful_frame=None)

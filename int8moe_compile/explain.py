@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -152,14 +152,16 @@ def _compile(
     return experts_pass.outcomes
 
 
-def _with_outcome(layer: Layer, outcomes: Iterable[Outcome]) -> Layer:
-    """Correct what the module says by what the pass did; one refusal outweighs a rewrite."""
+def _with_outcome(layer: Layer, outcomes: Sequence[Outcome]) -> Layer:
+    """Correct what the module says by what the pass did; one refusal outweighs a rewrite.
+
+    Graphs that break inside a layer do not know its name.
+    """
     if layer.scheme is None:
         return layer
-    mine = sorted(
-        (outcome for outcome in outcomes if outcome.name == layer.name),
-        key=lambda outcome: outcome.rewritten,
-    )
+    named = [outcome for outcome in outcomes if outcome.name == layer.name]
+    nameless = [outcome for outcome in outcomes if not outcome.name]
+    mine = sorted(named or nameless, key=lambda outcome: outcome.rewritten)
     if not mine:
         return replace(layer, accepted=False, backend=None, reason=layer.reason or NOT_SEEN)
     first = mine[0]

@@ -182,6 +182,7 @@ def test_schemes_reach_the_operator(scheme: str) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_all_decorated_classes_of_transformers() -> None:
     """One call each, grouped and static: the list of structures above is not the limit."""
     inputs = hf_models.routed()

@@ -33,7 +33,8 @@ _RESHAPES: Final = frozenset(
 _COPIES: Final = frozenset(
     {aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default}
 )
-_COMMUTATIVE: Final = frozenset({str(aten.add.Tensor), str(aten.mul.Tensor)})
+_ADD: Final = str(aten.add.Tensor)
+_MUL: Final = str(aten.mul.Tensor)
 # Arguments that do not change a value; the device is that of the operands.
 _PLACEMENT: Final = frozenset({"device", "layout", "pin_memory", "requires_grad", "memory_format"})
 
@@ -52,7 +53,10 @@ class Form:
     @property
     def commutes(self) -> bool:
         """Say whether the first two arguments may change places."""
-        return self.operation in _COMMUTATIVE and isinstance(self.arguments[1], fx.Node)
+        if len(self.arguments) < 2 or not isinstance(self.arguments[1], fx.Node):
+            return False
+        # An addition's third argument scales the second operand only.
+        return self.operation == _MUL or (self.operation == _ADD and self.arguments[2] == 1)
 
 
 def value(node: fx.Node) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
@@ -11,15 +12,24 @@ from ..oracle import MoeProblem, select_int8_moe_backend
 from ..schemes import ACTIVATION_WORDS, INT8_STATIC_CHANNEL, INT8_STATIC_TENSOR, QuantKey
 from .canonical import Canon, bound_arguments, digest, is_size, value
 from .patterns import full_pattern
-from .region import Region
+from .region import Region, is_marker
 
 
 class RefusedError(Exception):
     """Leave the region alone; the message is the reason that is kept."""
 
 
-def check_region(region: Region, backend: str, order: dict[fx.Node, int]) -> str:
-    """Return the backend that runs a region. Raises RefusedError with the reason if none may.
+@dataclass(frozen=True)
+class Accepted:
+    """A region that may be rewritten, the nodes that it replaces, and the backend that runs it."""
+
+    region: Region
+    inner: tuple[fx.Node, ...]
+    backend: str
+
+
+def check_region(region: Region, backend: str, order: Mapping[fx.Node, int]) -> Accepted:
+    """Accept a region of an unchanged graph. Raises RefusedError with the reason if it may not be.
 
     Raises ValueError if a backend was named and cannot run it.
     """
@@ -27,7 +37,7 @@ def check_region(region: Region, backend: str, order: dict[fx.Node, int]) -> str
     _check_users(region, inner, order)
     _check_mutations(region, inner, order)
     _check_same_expression(region)
-    return _choose_backend(region, backend)
+    return Accepted(region, tuple(inner), _choose_backend(region, backend))
 
 
 def marker_arguments(marker: fx.Node) -> dict[str, object]:
@@ -42,23 +52,25 @@ def inner_nodes(region: Region) -> dict[fx.Node, None]:
     queue = [region.output]
     for node in queue:
         for operand in node.all_input_nodes:
-            if operand not in leaves and operand not in found and not is_size(operand):
+            # A copy or a repetition of a leaf is as good as the leaf.
+            is_leaf = region.canon.source(operand) in leaves
+            if not is_leaf and operand not in found and not is_size(operand):
                 found[operand] = None
                 queue.append(operand)
     return found
 
 
-def _check_users(region: Region, inner: dict[fx.Node, None], order: dict[fx.Node, int]) -> None:
+def _check_users(region: Region, inner: dict[fx.Node, None], order: Mapping[fx.Node, int]) -> None:
     """Refuse a region whose results on the way are used outside it: they would be computed twice.
 
-    Only what depends on the weights counts. The sorted ids may be used elsewhere, and sizes may
-    be read off any tensor that stays.
+    Only what depends on the weights counts: the sorted ids, for one, may be used elsewhere.
     """
-    depends = {region.leaves["w13"], region.leaves["w2"]}
+    depends: list[fx.Node] = []
     for node in sorted(inner, key=order.__getitem__):
-        if any(operand in depends for operand in node.all_input_nodes):
-            depends.add(node)
-    for node in sorted(depends - {region.output}, key=order.__getitem__):
+        if any(operand in depends or is_marker(operand) for operand in node.all_input_nodes):
+            depends.append(node)
+    depends.remove(region.output)
+    for node in depends:
         for user in node.users:
             if user not in inner:
                 what = "read for its size" if is_size(user) else "used"
@@ -67,7 +79,9 @@ def _check_users(region: Region, inner: dict[fx.Node, None], order: dict[fx.Node
                 )
 
 
-def _check_mutations(region: Region, inner: dict[fx.Node, None], order: dict[fx.Node, int]) -> None:
+def _check_mutations(
+    region: Region, inner: dict[fx.Node, None], order: Mapping[fx.Node, int]
+) -> None:
     """Refuse a region that something writes into while it is computed."""
     first = min(order[node] for node in inner)
     touched = {*inner, *region.leaves.values()}

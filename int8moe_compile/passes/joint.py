@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from torch import fx
@@ -11,11 +11,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from ..compat import compilation_error, computes_gradients
 from ..fingerprint import package_hash
-from .checks import RefusedError, check_region
+from .checks import Accepted, RefusedError, check_region
 from .notices import GRADIENTS, warn_once
 from .outcome import Outcome
 from .region import Region, Unmatched, find_regions, is_marker
-from .rewrite import rewrite_region
+from .rewrite import Rewriter
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,11 @@ class ExpertsPass(CustomGraphPass):
             warn_once(GRADIENTS)
             self._keep([Outcome("", rewritten=False, reason="the graph computes gradients")])
             return
-        self._keep([self._treat(found) for found in find_regions(graph)])
+        order = {node: index for index, node in enumerate(graph.nodes)}
+        checked = [self._check(found, order) for found in find_regions(graph)]
+        rewriter = Rewriter(graph)
+        self._keep([_rewrite(rewriter, verdict) for verdict in checked])
+        rewriter.finish()
         graph.lint()
 
     def uuid(self) -> Any:
@@ -64,20 +68,18 @@ class ExpertsPass(CustomGraphPass):
             identities.append(identity)
         return ("int8moe_compile", package_hash(), self.backend, tuple(identities))
 
-    def _treat(self, found: Region | Unmatched) -> Outcome:
+    def _check(self, found: Region | Unmatched, order: Mapping[fx.Node, int]) -> Accepted | Outcome:
+        """Decide about every region before the first is rewritten."""
         if isinstance(found, Unmatched):
             return Outcome(found.name, rewritten=False, reason=found.reason)
-        order = {node: index for index, node in enumerate(found.output.graph.nodes)}
         try:
-            backend = check_region(found, self.backend, order)
-            rewrite_region(found)
+            return check_region(found, self.backend, order)
         except RefusedError as refused:
             return Outcome(found.name, rewritten=False, reason=str(refused))
         except ValueError as error:
             if not self.raises:
                 return Outcome(found.name, rewritten=False, reason=str(error))
             raise compilation_error(str(error)) from error
-        return Outcome(found.name, rewritten=True, backend=backend)
 
     def _keep(self, outcomes: list[Outcome]) -> None:
         for outcome in outcomes:
@@ -88,6 +90,18 @@ class ExpertsPass(CustomGraphPass):
                 log.info("%s: left alone: %s", name, outcome.reason)
             if outcome not in self.outcomes:
                 self.outcomes.append(outcome)
+
+
+def _rewrite(rewriter: Rewriter, verdict: Accepted | Outcome) -> Outcome:
+    """Rewrite what was accepted, and say so."""
+    if isinstance(verdict, Outcome):
+        return verdict
+    name = verdict.region.name
+    try:
+        rewriter.rewrite(verdict)
+    except RefusedError as refused:
+        return Outcome(name, rewritten=False, reason=str(refused))
+    return Outcome(name, rewritten=True, backend=verdict.backend)
 
 
 def as_passes(slot: Any) -> tuple[Pass, ...]:

@@ -91,6 +91,8 @@ def find_regions(graph: fx.Graph) -> list[Region | Unmatched]:
     explained: set[fx.Node] = set()
     misses: dict[fx.Node, _Miss] = {}
     for marker in markers:
+        if marker in explained:
+            continue
         try:
             result: Region | _Miss = _Search(marker, markers, order, canon).run()
         except UnknownSizeError as error:
@@ -148,11 +150,11 @@ class _Search:
 
     def run(self) -> Region | _Miss:
         """Return the region, or the reason of the attempt that came furthest."""
-        if not self._rows & {self._shape[2], 2 * self._shape[2]}:
-            return self._miss
         total = self._first_sum()
         if total is None:
             return _Miss(_LOOP)
+        if not self._rows & {self._shape[2], 2 * self._shape[2]}:
+            return self._miss
         for attempt in self._attempts(total):
             region = self._try(*attempt)
             if region is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,58 +10,69 @@ from torch import fx
 from torch._subclasses import FakeTensor
 
 from .canonical import value
-from .checks import RefusedError, inner_nodes, marker_arguments
-from .region import Region
+from .checks import Accepted, RefusedError, marker_arguments
+from .region import Region, is_marker
 
 _KEPT_META = ("nn_module_stack", "stack_trace", "original_aten", "from_node", "seq_nr", "source_fn")
 
 
-def rewrite_region(region: Region) -> fx.Node:
-    """Put the operator in the place of a region's output and erase what is unused then.
+@dataclass
+class Rewriter:
+    """Rewrite the accepted regions of one graph, which may feed each other."""
 
-    Raises RefusedError, with the graph unchanged, if the operator does not take the arguments.
-    """
-    graph, output = region.output.graph, region.output
-    args, kwargs = _arguments(region)
-    described = _describe(args, kwargs, value(output))
-    # Operands follow their users here, the weights' markers come last.
-    old = sorted(inner_nodes(region), key=list(graph.nodes).index, reverse=True)
-    with graph.inserting_before(output):
-        call = graph.call_function(torch.ops.int8moe.experts.default, args, kwargs)
-    call.meta.update({key: output.meta[key] for key in _KEPT_META if key in output.meta})
-    call.meta["val"] = described
-    output.replace_all_uses_with(call)
-    for node in (*old, region.leaves["w13"], region.leaves["w2"]):
-        if not node.users:
-            graph.erase_node(node)
-    return call
+    graph: fx.Graph
+    calls: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    replaced: set[fx.Node] = field(default_factory=set)
 
+    def rewrite(self, accepted: Accepted) -> None:
+        """Put the operator in the place of a region's output.
 
-def _arguments(region: Region) -> tuple[tuple[fx.Node, ...], dict[str, Any]]:
-    leaves, gate = region.leaves, region.gate
-    w13, w2 = (marker_arguments(leaves[which]) for which in ("w13", "w2"))
-    args: Any = (
-        leaves["hidden_states"],
-        w13["codes"],
-        w13["scale"],
-        w2["codes"],
-        w2["scale"],
-        leaves["topk_weights"],
-        leaves["topk_ids"],
-    )
-    given = {
-        "activation_quant": w13["activation_quant"],
-        "a13_scale": w13["a_scale"],
-        "a2_scale": w2["a_scale"],
-        "w13_bias": leaves.get("w13_bias"),
-        "w2_bias": leaves.get("w2_bias"),
-        "activation": gate.activation,
-        "alpha": gate.alpha,
-        "beta": gate.beta,
-        "limit": gate.limit,
-        "gated": gate.gated,
-    }
-    return args, {name: argument for name, argument in given.items() if argument is not None}
+        Raises RefusedError, with the graph unchanged, if the operator does not take the arguments.
+        """
+        output = accepted.region.output
+        args, kwargs = self._arguments(accepted.region)
+        described = _describe(args, kwargs, value(output))
+        with self.graph.inserting_before(output):
+            call = self.graph.call_function(torch.ops.int8moe.experts.default, args, kwargs)
+        call.meta.update({key: output.meta[key] for key in _KEPT_META if key in output.meta})
+        call.meta["val"] = described
+        output.replace_all_uses_with(call)
+        self.calls[output] = call
+        self.replaced.update(accepted.inner)
+
+    def finish(self) -> None:
+        """Erase replaced nodes and markers that nothing uses any more."""
+        for node in reversed(list(self.graph.nodes)):
+            if (node in self.replaced or is_marker(node)) and not node.users:
+                self.graph.erase_node(node)
+
+    def _arguments(self, region: Region) -> tuple[tuple[fx.Node, ...], dict[str, Any]]:
+        # A leaf may be the output of a region that is a call by now.
+        leaves = {name: self.calls.get(node, node) for name, node in region.leaves.items()}
+        gate = region.gate
+        w13, w2 = (marker_arguments(leaves[which]) for which in ("w13", "w2"))
+        args: Any = (
+            leaves["hidden_states"],
+            w13["codes"],
+            w13["scale"],
+            w2["codes"],
+            w2["scale"],
+            leaves["topk_weights"],
+            leaves["topk_ids"],
+        )
+        given = {
+            "activation_quant": w13["activation_quant"],
+            "a13_scale": w13["a_scale"],
+            "a2_scale": w2["a_scale"],
+            "w13_bias": leaves.get("w13_bias"),
+            "w2_bias": leaves.get("w2_bias"),
+            "activation": gate.activation,
+            "alpha": gate.alpha,
+            "beta": gate.beta,
+            "limit": gate.limit,
+            "gated": gate.gated,
+        }
+        return args, {name: argument for name, argument in given.items() if argument is not None}
 
 
 def _describe(args: tuple[fx.Node, ...], kwargs: dict[str, Any], like: Any) -> Any:
