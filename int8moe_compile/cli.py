@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from .schemes import parse_scheme, scheme_names
+
+CALIBRATION_TOKENS = 512  # a row
+CALIBRATION_ROWS = 64
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the subcommand that the arguments name; return the process's exit status."""
+    """Run the subcommand that the arguments name; return the process's exit status.
+
+    A fault of the user's is one line on stderr and status 1; anything else is a traceback.
+    """
     parsed = parser().parse_args(arguments)
-    status: int = parsed.run(parsed)
-    return status
+    try:
+        with warnings.catch_warnings():
+            # transformers caches its version checks; harmless, and ten lines each.
+            warnings.filterwarnings("ignore", message=".*functools.lru_cache")
+            parsed.run(parsed)
+    except (ValueError, OSError) as error:
+        print(f"int8moe: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
     top = argparse.ArgumentParser(prog="int8moe", description="INT8 experts under torch.compile")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    _add_demo(commands)
+    for add in (_add_demo, _add_explain, _add_quantize):
+        add(commands)
     return top
 
 
@@ -33,12 +54,110 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.set_defaults(run=_demo)
 
 
-def _demo(parsed: argparse.Namespace) -> int:
+def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    explain = commands.add_parser(
+        "explain", help="list a model's experts layers: what would run them, or why not"
+    )
+    explain.add_argument("model", help="checkpoint folder or hub name")
+    explain.add_argument("--scheme", choices=scheme_names(), default="w8a8", metavar="SCHEME")
+    explain.add_argument("--skip", action="append", default=[], metavar="PATTERN")
+    explain.add_argument("--device", default=_default_device(), help="default: %(default)s")
+    explain.set_defaults(run=_explain)
+
+
+def _add_quantize(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    quantize = commands.add_parser("quantize", help="write a checkpoint with INT8 experts")
+    quantize.add_argument("source", help="checkpoint folder or hub name", metavar="SRC")
+    quantize.add_argument("target", type=Path, help="folder to write", metavar="DST")
+    quantize.add_argument(
+        "--scheme",
+        choices=scheme_names(),
+        default="w8a8",
+        metavar="SCHEME",
+        help=f"one of {', '.join(scheme_names())}; default: %(default)s",
+    )
+    quantize.add_argument(
+        "--skip",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="leave experts modules with such names as they are (fnmatch; may be repeated)",
+    )
+    quantize.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="a text, for w8a8_static"
+    )
+    quantize.add_argument("--device", default="cpu", help="default: %(default)s")
+    quantize.set_defaults(run=_quantize)
+
+
+def _demo(parsed: argparse.Namespace) -> None:
     from .demo import Options, run
 
     chosen = {} if parsed.windows is None else {"windows": parsed.windows}
     run(Options(every_scheme=parsed.all, device=parsed.device, **chosen))
-    return 0
+
+
+def _explain(parsed: argparse.Namespace) -> None:
+    from .api import explain, quantize_
+
+    model = _load(parsed.model, parsed.device)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(16, device=parsed.device).remainder(vocabulary).unsqueeze(0)
+    if getattr(model, "hf_quantizer", None) is None:
+        # What static scales are worth does not matter here, only that there are some.
+        is_static = parse_scheme(parsed.scheme).activation_quant == "static"
+        calibration = [ids] if is_static else None
+        quantize_(model, parsed.scheme, skip=parsed.skip, calibration=calibration)
+    print(explain(model, input_ids=ids, use_cache=False))
+
+
+def _quantize(parsed: argparse.Namespace) -> None:
+    from .api import explain, quantize_
+
+    if parsed.target.exists() and (not parsed.target.is_dir() or any(parsed.target.iterdir())):
+        raise ValueError(f"DST: wanted a new or empty folder, got {parsed.target}")
+    tokenizer = _tokenizer(parsed.source)
+    calibration = None
+    if parsed.calibration is not None:
+        if tokenizer is None:
+            raise ValueError(
+                f"--calibration: {parsed.source} has no tokenizer to read the text with"
+            )
+        calibration = _rows(tokenizer, parsed.calibration, parsed.device)
+    model = _load(parsed.source, parsed.device)
+    quantize_(model, parsed.scheme, skip=parsed.skip, calibration=calibration)
+    model.save_pretrained(parsed.target)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(parsed.target)
+    print(explain(model))
+
+
+def _load(source: str, device: str) -> Any:
+    """Load a checkpoint in its own dtype."""
+    from transformers import AutoModelForCausalLM
+
+    from . import hf  # noqa: F401  so that INT8 checkpoints load too
+
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    return model.to(device).eval()
+
+
+def _tokenizer(source: str) -> Any | None:
+    """Return a checkpoint's tokenizer, None if it has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError):
+        return None
+    # Without files transformers makes an empty one, of special tokens alone.
+    return tokenizer if len(tokenizer) > len(tokenizer.all_special_tokens) else None
+
+
+def _rows(tokenizer: Any, text: Path, device: str) -> list[Tensor]:
+    """Cut a text into rows of tokens for the calibration, the first of them."""
+    ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids.to(device)
+    return list(ids.split(CALIBRATION_TOKENS, dim=1))[:CALIBRATION_ROWS]
 
 
 def _default_device() -> str:

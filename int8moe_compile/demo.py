@@ -15,7 +15,6 @@ import statistics
 import sys
 import sysconfig
 import time
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -247,15 +246,7 @@ class Demo:
 
 def run(options: Options) -> None:
     """Run the demo; the report goes to stdout, progress to stderr."""
-    with warnings.catch_warnings():
-        # transformers caches its version checks; harmless, and ten lines each.
-        warnings.filterwarnings("ignore", message=".*functools.lru_cache")
-        _report(Demo.prepare(options))
-
-
-def _report(demo: Demo) -> None:
-    """Measure and print."""
-    options = demo.options
+    demo = Demo.prepare(options)
     parameters = sum(weight.numel() for weight in demo.model.parameters())
     count = sum(rows[:, 1:].numel() for rows in demo.batches)
     print(

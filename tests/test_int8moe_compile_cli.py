@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from int8moe_compile import cli, demo
 
@@ -28,6 +32,8 @@ def test_demo_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         (["demo", "--windows", "0"], "wanted a positive number, got 0"),
         (["demo", "--windows", "many"], "invalid _positive value: 'many'"),
         (["demo", "extra"], "unrecognized arguments: extra"),
+        (["quantize", "source"], "DST"),
+        (["quantize", "source", "target", "--scheme", "w4a16"], "invalid choice: 'w4a16'"),
     ],
 )
 def test_wrong_arguments_are_named(
@@ -46,3 +52,81 @@ def test_module_is_the_command() -> None:
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("usage: int8moe ")
     assert "demo" in ran.stdout
+
+
+LAYERS = [f"model.layers.{index}.mlp.experts" for index in range(4)]
+
+
+def table_rows(printed: str) -> list[list[str]]:
+    return [line.split() for line in printed.splitlines() if line.startswith("model.layers.")]
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8_static"])
+def test_explain_lists_every_layer(scheme: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["explain", str(demo.FOLDER), "--scheme", scheme, "--skip", LAYERS[2]]
+    assert cli.main([*arguments, "--device", "cpu"]) == 0
+    rows = table_rows(capsys.readouterr().out)
+    assert [row[0] for row in rows] == LAYERS
+    quantised = ["Qwen3MoeExperts", scheme, "yes", "cpu"]
+    skipped = ["Qwen3MoeExperts", "-", "no", "-", "skipped:"]
+    for index, row in enumerate(rows):
+        wanted = skipped if index == 2 else quantised
+        assert row[1 : 1 + len(wanted)] == wanted
+
+
+def test_quantize_writes_a_checkpoint_that_loads_as_int8(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "int8"
+    assert cli.main(["quantize", str(demo.FOLDER), str(target), "--scheme", "w8a16"]) == 0
+    assert [row[2] for row in table_rows(capsys.readouterr().out)] == ["w8a16"] * 4
+    model = AutoModelForCausalLM.from_pretrained(target)
+    weight = model.get_submodule(LAYERS[0]).gate_up_proj
+    assert weight.dtype == torch.int8
+    assert cli.main(["explain", str(target), "--device", "cpu"]) == 0
+    rows = table_rows(capsys.readouterr().out)
+    assert [row[2:4] for row in rows] == [["w8a16", "yes"]] * 4, "the checkpoint's own scheme"
+
+
+class ByteTokenizer:
+    """A tokenizer whose tokens are bytes."""
+
+    def __call__(self, text: str, return_tensors: str) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=torch.tensor([list(text.encode())]))
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+
+
+def test_quantize_calibrates_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_tokenizer", lambda source: ByteTokenizer())
+    text, target = tmp_path / "text", tmp_path / "int8"
+    text.write_bytes((demo.FOLDER / "held_out.txt").read_bytes()[:700])
+    rows = cli._rows(ByteTokenizer(), text, "cpu")
+    assert [row.shape for row in rows] == [(1, 512), (1, 188)]
+    arguments = ["--scheme", "w8a8_static", "--calibration", str(text)]
+    assert cli.main(["quantize", str(demo.FOLDER), str(target), *arguments]) == 0
+    assert (target / "tokenizer.json").exists()
+    experts = AutoModelForCausalLM.from_pretrained(target).get_submodule(LAYERS[3])
+    scales = [value for name, value in experts.named_buffers() if "input_scale" in name]
+    scales += [value for name, value in experts.named_parameters() if "input_scale" in name]
+    assert len(scales) == 2
+    assert all(0 < scale.item() < 1 for scale in scales)
+
+
+def test_faults_of_the_user_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, text = str(demo.FOLDER), str(demo.FOLDER / "held_out.txt")
+    (tmp_path / "file").touch()
+    cases = {
+        "DST: wanted a new or empty folder": ["quantize", source, str(tmp_path)],
+        "--calibration: ": ["quantize", source, str(tmp_path / "a"), "--calibration", text],
+        "calibration: wanted": ["quantize", source, str(tmp_path / "b"), "--scheme", "w8a8_static"],
+        "windows: wanted": ["demo", "--windows", "9999", "--device", "cpu"],
+    }
+    for message, arguments in cases.items():
+        assert cli.main(arguments) == 1
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith(f"int8moe: {message}")
+        assert not (tmp_path / "b").exists()
