@@ -63,11 +63,13 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     """
     from . import passes
     from .hf import find_experts
+    from .hf.unsupported import find_unsupported
 
     model = getattr(model, "_orig_mod", model)
     active = passes.installed()
     backend = "auto" if active is None else active.backend
     layers = [_judge(name, module, backend) for name, module in find_experts(model)]
+    layers += [_refused(name, module) for name, module in find_unsupported(model)]
     if args or kwargs:
         outcomes = _compile(model, args, kwargs, backend)
         layers = [_with_outcome(layer, outcomes) for layer in layers]
@@ -96,6 +98,15 @@ def _judge(name: str, module: nn.Module, backend: str) -> Layer:
         bytes_before=sum(weight.numel() for weight in weights) * record.dtype.itemsize,
         bytes_after=_int8_bytes(module),
     )
+
+
+def _refused(name: str, module: nn.Module) -> Layer:
+    """Describe experts that transformers keeps outside its experts interface."""
+    from .hf.unsupported import reason_unsupported
+
+    size = sum(weight.nbytes for weight in module.parameters())
+    reason = reason_unsupported(module)
+    return Layer(name, type(module).__name__, None, False, None, reason, size, size)
 
 
 def _int8_bytes(module: nn.Module) -> int:

@@ -51,6 +51,7 @@ def quantize_(
     """
     # Importing it imports transformers, which a bare import of the package must not do.
     from .hf import attach_quantizer, find_experts
+    from .hf.unsupported import find_unsupported
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: wanted a torch.nn.Module, got {type(model).__name__}")
@@ -59,13 +60,14 @@ def quantize_(
     is_static = wanted.activation_quant == "static"
     if calibration is not None and not is_static:
         raise ValueError(f'calibration: wanted None with scheme "{wanted.name}", got one')
-    found = list(find_experts(model))
-    if not found:
+    found, others = list(find_experts(model)), list(find_unsupported(model))
+    if not found and not others:
         raise ValueError(
             f"model: wanted one with experts modules of transformers, got {type(model).__name__} "
             "without any"
         )
     jobs, refused = _plan(found, wanted, patterns)
+    refused |= _refuse(others, patterns)
     if jobs and is_static:
         jobs, unmeasured = _calibrated(model, jobs, calibration, wanted)
         refused |= unmeasured
@@ -107,6 +109,20 @@ def _plan(
         else:
             jobs.append(_Job(name, module, planned))
     return jobs, refused
+
+
+def _refuse(others: Sequence[tuple[str, nn.Module]], patterns: Sequence[str]) -> dict[str, str]:
+    """Keep on experts of unsupported kinds why they stay; return reasons by module name."""
+    from .hf.record import keep_reason
+    from .hf.unsupported import reason_unsupported
+
+    refused: dict[str, str] = {}
+    for name, module in others:
+        reason = reason_unsupported(module)
+        keep_reason(module, reason)
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            refused[name] = reason
+    return refused
 
 
 def _judge(name: str, module: nn.Module, wanted: Scheme) -> ExpertsRecord | str:
