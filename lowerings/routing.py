@@ -21,7 +21,8 @@ CHUNK = 8192
 BLOCK = 2048
 LEAST_BLOCK = 128
 LEAST_BINS = 128
-NUM_WARPS = 4
+# Elements of a step that one thread takes.
+THREAD_ELEMENTS = 8
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,11 @@ def plan(topk_ids: Tensor, expert_map: Tensor | None, *, num_experts: int, block
     shape = (top_k, num_experts, map_size, *topk_ids.stride())
     options = {
         "HAS_MAP": expert_map is not None,
+        "IS_FLAT": topk_ids.is_contiguous(),
         "CHUNK": CHUNK,
         "BLOCK": sizes["BLOCK"],
         "BINS": sizes["BINS"],
-        "num_warps": NUM_WARPS,
+        "num_warps": sizes["NUM_WARPS"],
     }
     if chunks > 1:
         kernels.count_kernel[(chunks,)](
@@ -96,4 +98,9 @@ def launch_sizes(contributions: int, num_experts: int) -> dict[str, int]:
     """Return a step's contributions, columns of the table of counts, its rows read at a time."""
     bins = max(LEAST_BINS, triton.next_power_of_2(num_experts))
     block = max(LEAST_BLOCK, min(BLOCK, triton.next_power_of_2(contributions)))
-    return {"BLOCK": block, "BINS": bins, "STEP": max(1, min(16, 8192 // bins))}
+    return {
+        "BLOCK": block,
+        "BINS": bins,
+        "STEP": max(1, min(16, 8192 // bins)),
+        "NUM_WARPS": max(4, block // (32 * THREAD_ELEMENTS)),
+    }

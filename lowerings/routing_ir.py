@@ -20,7 +20,7 @@ from torch.utils._sympy.functions import CeilDiv
 
 from ..compat import launch_in_graph
 from . import routing_kernels
-from .routing import CHUNK, NUM_WARPS, launch_sizes
+from .routing import CHUNK, launch_sizes
 
 # What an unbacked size is taken for where tiles are chosen.
 UNKNOWN_SIZE: Final = 2048
@@ -41,9 +41,9 @@ def likely_size(size: Any) -> int:
 
 
 @functools.cache
-def _configured(name: str) -> Any:
+def _configured(name: str, num_warps: int) -> Any:
     """Return a routing kernel with its number of warps: a graph takes it from a configuration."""
-    config = triton.Config({}, num_warps=NUM_WARPS)
+    config = triton.Config({}, num_warps=num_warps)
     return triton.autotune([config], key=[])(getattr(routing_kernels, name))
 
 
@@ -83,14 +83,15 @@ def plan(
         "stride_it": top_k,
         "stride_ik": 1,
         "HAS_MAP": known is not None,
+        "IS_FLAT": True,
         "CHUNK": CHUNK,
         "BLOCK": sizes["BLOCK"],
         "BINS": sizes["BINS"],
     }
     if not is_one:
-        launch_in_graph(_configured("count_kernel"), (chunks, 1, 1), source)
+        launch_in_graph(_configured("count_kernel", sizes["NUM_WARPS"]), (chunks, 1, 1), source)
     launch_in_graph(
-        _configured("place_kernel"),
+        _configured("place_kernel", sizes["NUM_WARPS"]),
         (chunks * num_experts, 1, 1),
         {
             **source,

@@ -34,15 +34,19 @@ def local_expert(
     stride_it,
     stride_ik,
     HAS_MAP: tl.constexpr,
+    IS_FLAT: tl.constexpr,  # ids are contiguous: no division by K
 ) -> tl.tensor:
     """Return the int32 local expert of each contribution, -1 where there is none.
 
     Compared in the ids' own width, so that a large int64 id cannot wrap into range; an id or a
     mapped value outside its range is never used as an index.
     """
-    token = (contribution // top_k).to(tl.int64)
-    slot = (contribution % top_k).to(tl.int64)
-    expert = tl.load(ids_ptr + token * stride_it + slot * stride_ik, mask=is_real, other=-1)
+    if IS_FLAT:
+        expert = tl.load(ids_ptr + contribution, mask=is_real, other=-1)
+    else:
+        token = (contribution // top_k).to(tl.int64)
+        slot = (contribution % top_k).to(tl.int64)
+        expert = tl.load(ids_ptr + token * stride_it + slot * stride_ik, mask=is_real, other=-1)
     if HAS_MAP:
         is_known = (expert >= 0) & (expert < map_size)
         expert = tl.load(map_ptr + tl.where(is_known, expert, 0), mask=is_known, other=-1)
@@ -63,6 +67,7 @@ def count_kernel(
     stride_it,
     stride_ik,
     HAS_MAP: tl.constexpr,
+    IS_FLAT: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
@@ -85,6 +90,7 @@ def count_kernel(
             stride_it,
             stride_ik,
             HAS_MAP,
+            IS_FLAT,
         )
         tl.store(local_ptr + contribution, expert, mask=is_real)
         counts += tl.histogram(tl.maximum(expert, 0), BINS, mask=expert >= 0)
@@ -104,6 +110,7 @@ def count_here(
     stride_ik,
     is_writer,
     HAS_MAP: tl.constexpr,
+    IS_FLAT: tl.constexpr,
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
 ):
@@ -123,6 +130,7 @@ def count_here(
             stride_it,
             stride_ik,
             HAS_MAP,
+            IS_FLAT,
         )
         tl.store(local_ptr + contribution, expert, mask=is_real & is_writer)
         total += tl.histogram(tl.maximum(expert, 0), BINS, mask=expert >= 0)
@@ -160,6 +168,7 @@ def place_kernel(
     stride_it,
     stride_ik,
     HAS_MAP: tl.constexpr,
+    IS_FLAT: tl.constexpr,
     ONE_CHUNK: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -187,6 +196,7 @@ def place_kernel(
             stride_ik,
             expert == 0,
             HAS_MAP,
+            IS_FLAT,
             BLOCK,
             BINS,
         )
@@ -214,6 +224,7 @@ def place_kernel(
                     stride_it,
                     stride_ik,
                     HAS_MAP,
+                    IS_FLAT,
                 )
             else:
                 found = tl.load(local_ptr + contribution, mask=is_real, other=-1)
