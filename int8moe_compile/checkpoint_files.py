@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from .checkpoint_names import WEIGHT_ENDINGS, TensorName
 from .errors import CheckpointError
 
 INDEX: Final = "model.safetensors.index.json"
@@ -115,6 +116,16 @@ def read_headers(paths: Iterable[Path]) -> dict[str, TensorEntry]:
                 raise CheckpointError(f"{path}: {name} is in {found[name].file.name}, too")
             found[name] = entry
     return found
+
+
+def is_dense(name: TensorName, entries: Mapping[str, TensorEntry]) -> bool:
+    """Say whether a name without experts in it is that of an ordinary linear layer."""
+    if name.expert is not None:
+        return False
+    spelt = f"{name.block}.{name.spelling}"
+    held = (entries.get(f"{spelt}{ending}") for ending in WEIGHT_ENDINGS)
+    shapes = [entry.shape for entry in held if entry is not None]
+    return bool(shapes) and all(len(shape) == 2 for shape in shapes)
 
 
 def weight_files(directory: Path) -> list[Path]:

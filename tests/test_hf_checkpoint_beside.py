@@ -13,6 +13,7 @@ from hf_checkpoints import CHANNEL, TOKEN, Written, build, check, compressed, lo
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
+from int8moe_compile.convert import convert_checkpoint
 from int8moe_compile.errors import CheckpointError
 from int8moe_compile.hf import find_experts, record_of
 from int8moe_compile.hf.checkpoint_entries import claims
@@ -192,3 +193,17 @@ def test_a_loaded_model_moves_and_casts_like_a_quantised_one(tmp_path: Path):
     for _, module in find_experts(loaded):
         assert record_of(module).dtype == torch.float16
     loaded.requires_grad_(True)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "nemotron_h", "qwen3_moe"])
+def test_everything_else_has_the_dtype_that_was_asked_for(tmp_path: Path, family: str):
+    model = build(family)
+    model.save_pretrained(tmp_path / "float")
+    convert_checkpoint(tmp_path / "float", tmp_path / "int8", progress=False)
+    kind = type(model)
+    plain = kind.from_pretrained(tmp_path / "float", dtype=torch.float16)
+    wanted = {name: value.dtype for name, value in plain.state_dict().items()}
+    loaded = kind.from_pretrained(tmp_path / "int8", dtype=torch.float16).state_dict()
+    for name, value in loaded.items():
+        if value.dtype != torch.int8 and not name.endswith("proj_scale"):
+            assert value.dtype == wanted[name], name

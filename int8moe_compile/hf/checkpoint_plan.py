@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint_config import CheckpointConfig
-from ..checkpoint_files import TensorEntry
-from ..checkpoint_names import WEIGHT_ENDINGS, TensorName, parse_name, split_linear
+from ..checkpoint_files import TensorEntry, is_dense
+from ..checkpoint_names import parse_name, split_linear
 from ..errors import CheckpointError
 from ..schemes import Scheme
 from ..structure import ExpertsStructure, Gate, Layout
@@ -28,7 +28,7 @@ from .checkpoint_judge import Verdict, judge, need_of, record_for
 from .checkpoint_linear import LinearSource, linear_source
 from .checkpoint_mixed import mixed_builders
 from .checkpoint_resolve import Names
-from .checkpoint_sources import Checker, Piece, WeightSources
+from .checkpoint_sources import FLOATS, Checker, Piece, WeightSources
 from .checkpoint_transforms import Routes
 from .discovery import find_experts, weight_names
 from .record import ExpertsRecord
@@ -90,24 +90,18 @@ class Planner:
             else:
                 self._refuse_codes(path)
         self._plan_linears()
+        self._plan_casts()
         return self.plan
 
     def _sort_pieces(self) -> None:
         """Give every tensor of routed experts to its module."""
         for key, entry in self.entries.items():
             name = parse_name(key)
-            if name is None or (name.expert is None and self._is_dense(name)):
+            if name is None or is_dense(name, self.entries):
                 continue
             path = self.names.module_of(name, self.modules)
             if path is not None:
                 self.pieces[path].append(Piece(key, entry, name))
-
-    def _is_dense(self, name: TensorName) -> bool:
-        """Say whether a name without experts in it is that of an ordinary linear layer."""
-        spelt = f"{name.block}.{name.spelling}"
-        held = (self.entries.get(f"{spelt}{ending}") for ending in WEIGHT_ENDINGS)
-        shapes = [entry.shape for entry in held if entry is not None]
-        return bool(shapes) and all(len(shape) == 2 for shape in shapes)
 
     def _refuse_codes(self, path: str) -> None:
         """Refuse integer weights in a module that the configuration leaves out."""
@@ -178,13 +172,34 @@ class Planner:
             by_target.setdefault(target, []).append((weight, source))
         for target, found_sources in by_target.items():
             sources = dict(found_sources)
-            dtype = self.names.state[target].dtype
+            dtype = self.names.dtype_of(target)
             keys = [key for source in sources.values() for key in source.keys]
             keys += [k for w in sources for k in groups[w.rpartition(".")[0]].values()]
             builder = LinearBuilder(target, sources, dtype, self.names)
             self.plan.routes.add(target, tuple(dict.fromkeys(keys)), builder)
             self.plan.linears.extend(sources.values())
             self.plan.dequantised.append(target.rpartition(".")[0])
+
+    def _plan_casts(self) -> None:
+        """Plan float tensors that transformers would leave in the dtype of the file.
+
+        It does so for every renamed tensor of a quantised checkpoint, whatever dtype was asked for.
+        """
+        groups: dict[str, list[str]] = {}
+        for key, entry in self.entries.items():
+            target, converter, _ = self.names.rename(key)
+            reference = self.names.state.get(target)
+            renamed = converter is not None or target != key
+            if reference is None or key in self.plan.routes.targets or not renamed:
+                continue
+            if reference.dtype.is_floating_point and entry.dtype in FLOATS:
+                groups.setdefault(target, []).append(key)
+        for target, keys in groups.items():
+            wanted = self.names.dtype_of(target)
+            if any(self.entries[key].dtype != wanted for key in keys):
+                sources = {key: LinearSource(key, 0, 0) for key in keys}
+                builder = LinearBuilder(target, sources, wanted, self.names)
+                self.plan.routes.add(target, tuple(keys), builder)
 
     def _linear(self, target: str, parts: Mapping[str, str]) -> LinearSource:
         """Check one quantised linear layer."""
@@ -273,4 +288,5 @@ class LinearBuilder:
         fresh: Any = deepcopy(converter)
         for key, value in values.items():
             fresh.add_tensor(self.target, key, self.names.rename(key)[2], value)
-        return dict(fresh.convert(self.target))
+        model = self.names.model
+        return dict(fresh.convert(self.target, model=model, config=model.config))

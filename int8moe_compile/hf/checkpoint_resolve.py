@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import torch
 from torch import nn
 from transformers.core_model_loading import (
     WeightConverter,
@@ -43,8 +44,17 @@ class Names:
         }
         self.model = model
         self.state: dict[str, Any] = model.state_dict()
+        self._kept_dtypes: dict[str, torch.dtype] = model._get_dtype_plan(model.dtype)
         self._prefix: str = model.base_model_prefix
         self._blocks: dict[str, str | None] = {}
+
+    def dtype_of(self, target: str) -> torch.dtype:
+        """Return the dtype that transformers gives a float parameter of an unquantised model."""
+        dtype: torch.dtype = self.state[target].dtype
+        for part, kept in self._kept_dtypes.items():
+            if re.search(part.replace("*", ".*"), target):
+                dtype = kept
+        return dtype
 
     def rename(self, key: str) -> tuple[str, WeightConverter | None, str]:
         """Return the parameter, the converter that makes it and the pattern that matched."""

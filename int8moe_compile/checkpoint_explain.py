@@ -1,0 +1,164 @@
+"""Say what a checkpoint directory holds, from config.json and the safetensors headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .checkpoint_config import CheckpointConfig, read_config, without_zero_points
+from .checkpoint_files import TensorEntry, is_dense, read_headers, read_json, weight_files
+from .checkpoint_names import TensorName, parse_name
+from .checkpoint_schemes import CheckpointKeys
+from .explain import Explanation, Layer
+from .ops.schema import ACTIVATIONS
+from .oracle import DeviceFacts, MoeProblem, select_int8_moe_backend
+from .schemes import INT8_STATIC_TENSOR, Scheme, parse_scheme
+
+# Names of activations in configurations -> the operator's; any other is judged when it is loaded.
+_ACTIVATIONS = {
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "swish": "silu",
+    **{name: name for name in ACTIVATIONS},
+}
+_SIZES = ("num_experts_per_tok", "moe_k", "top_k")
+
+
+def explain_directory(
+    path: str | Path,
+    scheme: str | Scheme = "w8a8",
+    device: str | torch.device | DeviceFacts | None = None,
+) -> Explanation:
+    """Explain every block of routed experts of a checkpoint, without loading any weight.
+
+    INT8 blocks by the scheme that they have; float ones as if they were quantised with ``scheme``.
+    bytes_before: at the model's dtype. Raises CheckpointError for files that cannot be read.
+    """
+    directory = Path(path)
+    config = read_json(directory / "config.json")
+    entries = read_headers(weight_files(directory))
+    quantization = config.get("quantization_config")
+    found = None if quantization is None else read_config(quantization)
+    blocks: dict[str, dict[str, tuple[TensorName, TensorEntry]]] = {}
+    for key, entry in entries.items():
+        name = parse_name(key)
+        if name is not None and not is_dense(name, entries):
+            blocks.setdefault(name.block, {})[key] = (name, entry)
+    text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
+    facts = device if isinstance(device, DeviceFacts) else DeviceFacts.of(device)
+    return Explanation(
+        _layer(block, tensors, text or config, found, parse_scheme(scheme), facts)
+        for block, tensors in blocks.items()
+    )
+
+
+def _layer(
+    block: str,
+    tensors: Mapping[str, tuple[TensorName, TensorEntry]],
+    config: Mapping[str, Any],
+    quantization: CheckpointConfig | None,
+    wanted: Scheme,
+    facts: DeviceFacts,
+) -> Layer:
+    """Describe one block."""
+    elements = _elements(tensors)
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
+    before = elements * dtype.itemsize
+    quantised = any(name.part in ("scale", "packed", "scales") for name, _ in tensors.values())
+    kind = str(config.get("model_type", "experts"))
+    if quantised:
+        after = sum(entry.size for name, entry in tensors.values() if name.part != "bias")
+        keys = _keys(tensors, quantization)
+        if isinstance(keys, str) or keys.scheme is None:
+            why = keys if isinstance(keys, str) else str(keys.reason)
+            return Layer(block, kind, None, False, None, why, before, after)
+        scheme = keys.scheme
+    else:
+        scheme, after = wanted, _after(tensors, wanted, elements)
+    backend, reason = _ask(tensors, config, scheme, facts, dtype)
+    if not quantised and reason is None:
+        reason = f"not quantised: would run as {scheme.name}"
+        return Layer(block, kind, None, False, backend, reason, before, after)
+    name = scheme.name if quantised else None
+    return Layer(block, kind, name, backend is not None, backend, reason, before, after)
+
+
+def _elements(tensors: Mapping[str, tuple[TensorName, TensorEntry]]) -> int:
+    """Count the elements of the weights, packed or not."""
+    return sum(
+        torch.Size(entry.shape).numel() * (4 if name.part in ("packed", "qweight") else 1)
+        for name, entry in tensors.values()
+        if name.part in ("weight", "packed", "qweight")
+    )
+
+
+def _after(
+    tensors: Mapping[str, tuple[TensorName, TensorEntry]], scheme: Scheme, elements: int
+) -> int:
+    """Return the bytes of codes and scales after a quantisation."""
+    weights = [(name, entry) for name, entry in tensors.values() if name.part == "weight"]
+    if scheme.weight_key == INT8_STATIC_TENSOR:
+        return elements + 4 * len(weights)
+    # Whichever of the two last sizes is not the shared one, both are close enough for a fused
+    # tensor; a single expert's rows are exact.
+    rows = sum(torch.Size(entry.shape[:-1]).numel() for _, entry in weights)
+    return elements + 4 * rows
+
+
+def _keys(
+    tensors: Mapping[str, tuple[TensorName, TensorEntry]], quantization: CheckpointConfig | None
+) -> CheckpointKeys | str:
+    """Return the keys that all projections share, or why there are none."""
+    if quantization is None:
+        return "scales without a quantization_config in config.json"
+    found = {
+        quantization.keys_of([name.module, f"{name.block}.0.{name.spelling}"])
+        for name, _ in tensors.values()
+    }
+    if len(found) > 1:
+        return "only some of its projections are quantised, or in different ways"
+    (keys,) = found
+    if keys is None:
+        return "quantization_config leaves it unquantised, but it has scales"
+    zeros = any(name.part == "zero_point" for name, _ in tensors.values())
+    return keys if keys.reason is None or not zeros else without_zero_points(keys)
+
+
+def _ask(
+    tensors: Mapping[str, tuple[TensorName, TensorEntry]],
+    config: Mapping[str, Any],
+    scheme: Scheme,
+    facts: DeviceFacts,
+    dtype: torch.dtype,
+) -> tuple[str | None, str | None]:
+    """Return the backend that the oracle picks, or its reason."""
+    experts = {name.expert for name, _ in tensors.values()}
+    weights = [(name, e) for name, e in tensors.values() if name.part in ("weight", "packed")]
+    first = weights[0][1].shape
+    count = first[0] if experts == {None} else len(experts)
+    hidden = config.get("hidden_size")
+    gated = any(name.projection in ("gate", "gate_up") for name, _ in tensors.values())
+    activation = str(config.get("hidden_act", config.get("hidden_activation", "silu")))
+    top_k = next((config[name] for name in _SIZES if isinstance(config.get(name), int)), 1)
+    hidden = hidden if isinstance(hidden, int) else first[-1]
+    total = _elements(tensors)
+    intermediate = total // (count * hidden * (3 if gated else 2)) if count * hidden else 0
+    problem = MoeProblem(
+        num_experts=count,
+        top_k=top_k,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        dtype=dtype,
+        gated=gated,
+        activation=_ACTIVATIONS.get(activation, activation),
+        has_bias=any(name.part == "bias" for name, _ in tensors.values()),
+    )
+    try:
+        choice = select_int8_moe_backend(
+            problem, scheme.weight_key, scheme.activation_key, device=facts
+        )
+    except (NotImplementedError, ValueError) as error:
+        return None, str(error)
+    return choice.backend, None
