@@ -10,11 +10,15 @@ from pathlib import Path
 
 @functools.cache
 def package_hash() -> str:
-    """Return the SHA-256 of every file of the package, with their names.
+    """Return the hash of this package, read once a process.
 
-    Read once a process: what is imported does not change when a file does.
+    What is imported does not change when a file does.
     """
-    root = Path(__file__).resolve().parent
+    return hash_files(Path(__file__).resolve().parent)
+
+
+def hash_files(root: Path) -> str:
+    """Return the SHA-256 of every file of the package, with their names."""
     hashed = hashlib.sha256()
     for path in package_files(root):
         hashed.update(path.relative_to(root).as_posix().encode())
