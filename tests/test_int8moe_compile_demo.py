@@ -74,7 +74,7 @@ def test_data_is_what_its_report_describes() -> None:
     assert report["corpus"]["held_out_bytes"] == (demo.FOLDER / "held_out.txt").stat().st_size
     assert weights.stat().st_size < 10_000_000
     assert hashlib.sha256(weights.read_bytes()).hexdigest() == (
-        "d540c58a856c5b6973ae7915f8bcee9c280a2dc3679bf11524ea46192cdb519b"
+        "e5d4110c5bca973eb4d506625f2a53bca2cd10b6c8b4f8ecb7628114d274a1b4"
     )
     assert report["held_out_perplexity_with_experts_zeroed"] > 10 * report["held_out_perplexity"]
 
