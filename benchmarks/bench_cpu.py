@@ -95,31 +95,36 @@ def make_int8(w13: Tensor, w2: Tensor) -> Callable[..., Tensor]:
 
 
 def median_times(
-    calls: dict[str, Callable[[], object]], seconds: float, minimum: int
+    calls: dict[str, Callable[[], object]],
+    seconds: float,
+    clock: Callable[[], float],
+    minimum: int = 5,
 ) -> dict[str, float]:
-    """Return the median milliseconds of each call, taken in turns."""
+    """Return the median milliseconds of each call on a clock, taken in turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     start = time.perf_counter()
     while len(next(iter(times.values()))) < minimum or time.perf_counter() - start < seconds:
         for name, call in calls.items():
-            before = time.perf_counter()
+            before = clock()
             call()
-            times[name].append((time.perf_counter() - before) * 1e3)
+            times[name].append((clock() - before) * 1e3)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def read_bandwidth() -> float:
+def read_bandwidth(clock: Callable[[], float]) -> float:
     """Return the bytes a second that all threads read from memory together (best of several)."""
     data = torch.ones(64 << 20, dtype=torch.float32)
     best = 0.0
     for _ in range(9):
-        before = time.perf_counter()
+        before = clock()
         data.sum()
-        best = max(best, data.nbytes / (time.perf_counter() - before))
+        best = max(best, data.nbytes / (clock() - before))
     return best
 
 
-def bench(name: str, shape: Shape, seconds: float, bandwidth: float) -> list[Row]:
+def bench(
+    name: str, shape: Shape, seconds: float, clock: Callable[[], float], bandwidth: float
+) -> list[Row]:
     """Measure every token count of one shape."""
     torch.manual_seed(0)
     w13 = torch.randn(shape.experts, 2 * shape.intermediate, shape.hidden)
@@ -150,7 +155,7 @@ def bench(name: str, shape: Shape, seconds: float, bandwidth: float) -> list[Row
         for call in calls.values():
             call()
             call()
-        results.append(summary(name, shape, ids, median_times(calls, seconds, 5), bandwidth))
+        results.append(summary(name, shape, ids, median_times(calls, seconds, clock), bandwidth))
         print(line(results[-1]), flush=True)
     return results
 
@@ -196,16 +201,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=[*SHAPES, "all"], default="all")
     parser.add_argument("--seconds", type=float, default=4.0, help="a size's measuring time")
+    parser.add_argument(
+        "--busy",
+        action="store_true",
+        help="on a machine that others use: one thread, and its processor time, not the wall's",
+    )
     parser.add_argument("--json", type=Path, help="file to write")
     options = parser.parse_args()
+    clock = time.thread_time if options.busy else time.perf_counter
+    if options.busy:
+        torch.set_num_threads(1)
     facts = {
         "cpu": cpu_model(),
         "threads": torch.get_num_threads(),
+        "clock": clock.__name__,
         "capability": torch.backends.cpu.get_cpu_capability(),
         "kernel": "compiled" if cpu_build.kernel() else "plain",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "read_gigabytes_per_second": round(read_bandwidth() / 1e9, 2),
+        "read_gigabytes_per_second": round(read_bandwidth(clock) / 1e9, 2),
     }
     print(facts, flush=True)
     chosen = SHAPES if options.shape == "all" else {options.shape: SHAPES[options.shape]}
@@ -213,7 +227,7 @@ def main() -> None:
     with torch.inference_mode():
         for name, shape in chosen.items():
             bandwidth = float(facts["read_gigabytes_per_second"]) * 1e9
-            rows += bench(name, shape, options.seconds, bandwidth)
+            rows += bench(name, shape, options.seconds, clock, bandwidth)
     if options.json:
         options.json.write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}))
 

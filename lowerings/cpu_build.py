@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -30,17 +31,27 @@ FLAGS: Final = (
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
 OPENMP: Final = "-fopenmp"
+# clang knows only -mcpu on Arm.
+MACHINE_FLAGS: Final = {"aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
 
 
 class BuildError(RuntimeError):
     """The kernel cannot be compiled or loaded here; the message says why."""
 
 
+@dataclass(frozen=True)
+class Library:
+    """A loaded kernel: takes one packed call, returns 0; and the instruction set it uses."""
+
+    run: Callable[[bytes], int]
+    lanes: str
+
+
 @functools.cache
 def kernel() -> Callable[[bytes], int] | None:
     """Return the compiled kernel, or None (logged once, with the reason) where there is none."""
     try:
-        library = ctypes.CDLL(str(built()))
+        library = load()
     except (BuildError, OSError) as error:
         log.warning(
             "int8moe: CPU calls run the plain PyTorch kernel, which is slower: %s. Install g++ or "
@@ -48,12 +59,18 @@ def kernel() -> Callable[[bytes], int] | None:
             error,
         )
         return None
-    library.int8moe_lanes.restype = ctypes.c_char_p
-    log.debug("int8moe: CPU kernel for %s", library.int8moe_lanes().decode())
-    function = library.int8moe_experts
-    function.argtypes = [ctypes.c_char_p]
-    function.restype = ctypes.c_int
-    return function
+    log.debug("int8moe: CPU kernel for %s", library.lanes)
+    return library.run
+
+
+def load() -> Library:
+    """Load the kernel, compiled first if need be. Raises BuildError or OSError."""
+    loaded = ctypes.CDLL(str(built()))
+    loaded.int8moe_lanes.restype = ctypes.c_char_p
+    run = loaded.int8moe_experts
+    run.argtypes = [ctypes.c_char_p]
+    run.restype = ctypes.c_int
+    return Library(run, loaded.int8moe_lanes().decode())
 
 
 def find_compiler() -> str:
@@ -64,10 +81,6 @@ def find_compiler() -> str:
         if path is not None:
             return path
     raise BuildError(f"no C++ compiler found (CXX={named!r})")
-
-
-def _machine_flag() -> str:
-    return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 
 
 def _run(command: list[str]) -> str:
@@ -89,7 +102,7 @@ def built() -> Path:
     if sys.platform == "win32":
         raise BuildError("the C++ kernel is not built on Windows")
     compiler = find_compiler()
-    flags = [*FLAGS, _machine_flag()]
+    flags = [*FLAGS, MACHINE_FLAGS.get(platform.machine(), "-march=native")]
     macros = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull])
     key = hashlib.sha256("\0".join([compiler, *flags, macros]).encode())
     for path in sorted(SOURCES.iterdir()):

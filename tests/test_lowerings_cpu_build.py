@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import platform
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from support import problem, with_scheme
 
 from int8moe_compile.lowerings import cpu_build
 
@@ -92,3 +95,24 @@ def test_processes_that_start_together_share_one_library(tmp_path: Path) -> None
     compilations = (tmp_path / "calls").read_text().count(" -o ")
     assert compilations == 1
     assert len([path for path in cache.rglob("*.so")]) == 1
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 instruction set")
+def test_instruction_sets_give_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The portable lanes agree with this machine's, whatever those are."""
+    cases = [
+        with_scheme(problem(1, T=11, H=75, I=41, K=3, activation=name), word)
+        for name in ("silu", "gelu", "gelu_tanh")
+        for word in ("token", "tensor", "static")
+    ]
+    wanted = [case.run() for case in cases]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cpu_build, "MACHINE_FLAGS", {"x86_64": "-march=x86-64"})
+    portable = cpu_build.load()
+    assert portable.lanes == "portable"
+    monkeypatch.setattr(cpu_build, "kernel", lambda: portable.run)
+    for case, bits in zip(cases, wanted, strict=True):
+        assert torch.equal(case.run(), bits)

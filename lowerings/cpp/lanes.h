@@ -1,8 +1,8 @@
 // Instruction sets: how one step of a dot product between activations and int8 weights is taken.
 //
 // A Lanes type has STEP (products a step takes), Code (how activation codes are stored), Sum (the
-// type of a dot product) and five functions: zero, weights and codes (load one step), multiply_add
-// and sum. Integer sums are exact in int32. Where the hardware wants one operand unsigned, the
+// type of a dot product), REGISTERS (vector registers the processor has) and five functions: zero,
+// weights and codes (load one step), multiply_add and sum. Integer sums are exact in int32. Where the hardware wants one operand unsigned, the
 // weights carry an offset of OFFSET, undone with OFFSET * (the sum of a row's codes).
 // LANES_NAME says which was compiled in.
 #pragma once
@@ -26,6 +26,7 @@ struct IntegerLanes {
   using Sum = int32_t;
   using Vec = __m512i;
   static constexpr int64_t STEP = 64;
+  static constexpr int REGISTERS = 32;
   static constexpr int32_t OFFSET = 128;  // weights become unsigned
   static Vec zero() { return _mm512_setzero_si512(); }
   static Vec weights(const int8_t* p) {
@@ -44,6 +45,7 @@ struct IntegerLanes {
   using Sum = int32_t;
   using Vec = __m512i;
   static constexpr int64_t STEP = 32;
+  static constexpr int REGISTERS = 32;
   static constexpr int32_t OFFSET = 0;
   static Vec zero() { return _mm512_setzero_si512(); }
   static Vec weights(const int8_t* p) {
@@ -72,6 +74,7 @@ struct IntegerLanes {
   using Sum = int32_t;
   using Vec = __m256i;
   static constexpr int64_t STEP = 32;
+  static constexpr int REGISTERS = 16;
   static constexpr int32_t OFFSET = 128;
   static Vec zero() { return _mm256_setzero_si256(); }
   static Vec weights(const int8_t* p) { return _mm256_xor_si256(codes(p), _mm256_set1_epi8(-128)); }
@@ -92,6 +95,7 @@ struct IntegerLanes {
   using Sum = int32_t;
   using Vec = __m256i;
   static constexpr int64_t STEP = 16;
+  static constexpr int REGISTERS = 16;
   static constexpr int32_t OFFSET = 0;
   static Vec zero() { return _mm256_setzero_si256(); }
   static Vec weights(const int8_t* p) {
@@ -117,6 +121,7 @@ struct IntegerLanes {
   using Vec = int32x4_t;
   using Bytes = int8x16_t;
   static constexpr int64_t STEP = 16;
+  static constexpr int REGISTERS = 32;
   static constexpr int32_t OFFSET = 0;
   static Vec zero() { return vdupq_n_s32(0); }
   static Bytes weights(const int8_t* p) { return vld1q_s8(p); }
@@ -135,6 +140,7 @@ struct IntegerLanes {
     int32_t lane[16];
   };
   static constexpr int64_t STEP = 16;
+  static constexpr int REGISTERS = 16;
   static constexpr int32_t OFFSET = 0;
   static Vec zero() { return Vec{}; }
   template <class T>
@@ -166,6 +172,7 @@ struct FloatLanes {
   using Sum = float;
   using Vec = __m256;
   static constexpr int64_t STEP = 8;
+  static constexpr int REGISTERS = 16;
   static constexpr int32_t OFFSET = 0;
   static Vec zero() { return _mm256_setzero_ps(); }
   static Vec weights(const int8_t* p) {
@@ -190,6 +197,7 @@ struct FloatLanes {
     float lane[8];
   };
   static constexpr int64_t STEP = 8;
+  static constexpr int REGISTERS = 16;
   static constexpr int32_t OFFSET = 0;
   static Vec zero() { return Vec{}; }
   template <class T>
