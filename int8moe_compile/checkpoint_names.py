@@ -59,6 +59,7 @@ LINEAR_PARTS: Final[dict[str, str]] = {
     "scales": "scales",
     "g_idx": "g_idx",
 }
+GPTQ_PARTS: Final = ("qweight", "qzeros", "scales")
 # Where the values themselves lie, behind the projection.
 WEIGHT_ENDINGS: Final = ("", ".weight", "_packed", ".weight_packed")
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hf_checkpoints import Written, build, float_tensors
+import transformers
+from hf_checkpoints import Written, build, compressed, float_tensors, scaled
 from hf_models import token_ids
 from safetensors.torch import load_file
 from torch import nn
 
-from int8moe_compile.hf import find_experts, record_of
+from int8moe_compile.hf import find_experts, reason_of, record_of
 from int8moe_compile.ops.quantize import dequantize
 from int8moe_compile.quantization import quantize_
 
@@ -162,3 +165,60 @@ def test_we_read_what_the_package_writes(tmp_path: Path, scheme: str):
     assert (after - before).abs().max() < 0.02 * before.abs().max()
     with torch.inference_mode():
         assert torch.isfinite(loaded(token_ids()).logits).all()
+
+
+@pytest.mark.parametrize("scheme", ["w8a8_static", "w8a16"])
+def test_dequantize_gives_float_experts(tmp_path: Path, scheme: str):
+    model = build("qwen3_moe")
+    written = written_by_the_package(model, tmp_path, GROUPS[scheme])
+    wanted = transformers.CompressedTensorsConfig(dequantize=True)
+    loaded = type(model).from_pretrained(
+        written.save(tmp_path / "int8"), quantization_config=wanted
+    )
+    before = dict(find_experts(model))
+    for path, module in find_experts(loaded):
+        assert record_of(module) is None and "as asked for" in str(reason_of(module))
+        assert module.down_proj.dtype == torch.bfloat16
+        error = (module.down_proj - before[path].down_proj).abs().max()
+        assert error < 0.02 * before[path].down_proj.abs().max()
+    with torch.inference_mode():
+        assert torch.isfinite(loaded(token_ids()).logits).all()
+
+
+def dense_checkpoint(directory: Path) -> Path:
+    """Write an int8 checkpoint of a model without experts."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    written = Written(model, {}, compressed(ignore=("lm_head",)))
+    for name, value in float_tensors(model, directory / "float").items():
+        written.tensors[name] = value
+        if value.dim() == 2 and "_proj" in name:
+            codes, scale = scaled(value)
+            written.tensors[name] = codes
+            written.tensors[f"{name}_scale"] = scale.to(torch.bfloat16)
+    return written.save(directory / "int8")
+
+
+def test_a_dense_int8_checkpoint_is_left_to_transformers(tmp_path: Path):
+    directory = dense_checkpoint(tmp_path)
+    code = (
+        "import sys, torch, transformers\n"
+        "if sys.argv[2] == 'with': import int8moe_compile.hf\n"
+        "m = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "with torch.inference_mode(): y = m(torch.arange(12)[None]).logits\n"
+        "print(type(m.hf_quantizer), type(m.config.quantization_config), m.is_quantized,\n"
+        "      m.quantization_method, sorted(m.state_dict()), y.float().sum().item())"
+    )
+    seen = [
+        subprocess.run(
+            [sys.executable, "-c", code, str(directory), word],
+            cwd=Path(__file__).parent.parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()[-1]
+        for word in ("without", "with")
+    ]
+    assert seen[0] == seen[1] and "CompressedTensorsHfQuantizer" in seen[0]

@@ -56,7 +56,8 @@ def _wrap(method: str) -> None:
     former_config: Any = AUTO_QUANTIZATION_CONFIG_MAPPING[method]
     former_quantizer: Any = AUTO_QUANTIZER_MAPPING[method]
 
-    class FoundConfig(CheckpointQuantization):
+    # A subclass of the former one, for transformers to put a user's loading options on it.
+    class FoundConfig(CheckpointQuantization, former_config):  # type: ignore[misc]
         """Carry a configuration that may describe int8 experts."""
 
     # transformers compares the class names of a file's configuration and a user's.
@@ -84,10 +85,10 @@ def _wrap(method: str) -> None:
             files = kwargs.get("checkpoint_files")
             config: Any = self.quantization_config
             if not has_int8_experts(model, config, files):
-                fields = config.to_dict()
-                own = former_quantizer(
-                    former_config.from_dict(fields), pre_quantized=self.pre_quantized
-                )
+                former = former_config.from_dict(config.to_dict())
+                for option, value in config.options().items():
+                    setattr(former, option, value)
+                own = former_quantizer(former, pre_quantized=self.pre_quantized)
                 own.validate_environment(device_map=kwargs.get("device_map"))
                 own.update_tp_plan(model.config)
                 own.update_ep_plan(model.config)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint_files import TensorEntry
-from ..checkpoint_names import place
+from ..checkpoint_names import GPTQ_PARTS, place
 from ..checkpoint_pack import unpack_codes
 from ..errors import CheckpointError
 from .checkpoint_sources import FLOATS
@@ -75,13 +75,13 @@ def linear_source(
     packed = "packed" in parts
     key = parts.get("packed") or parts.get("weight")
     example = next(iter(parts.values()))
+    if set(parts) & {*GPTQ_PARTS, "g_idx"}:
+        raise CheckpointError(
+            f"{directory}: {example}: reordered or GPTQ-packed linear layers are not supported"
+        )
     if key is None:
         raise CheckpointError(
             f"{directory}: {example}: wanted the weight of the same layer, got none"
-        )
-    if set(parts) & {"qweight", "qzeros", "scales", "g_idx"}:
-        raise CheckpointError(
-            f"{directory}: {example}: reordered or GPTQ-packed linear layers are not supported"
         )
     entry = entries[key]
     rows, columns = size

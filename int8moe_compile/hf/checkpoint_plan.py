@@ -6,14 +6,15 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from ..checkpoint_config import CheckpointConfig
 from ..checkpoint_files import TensorEntry, is_dense
-from ..checkpoint_names import parse_name, split_linear
+from ..checkpoint_names import GPTQ_PARTS, parse_name, place, split_linear
 from ..errors import CheckpointError
 from ..schemes import Scheme
 from ..structure import ExpertsStructure, Gate, Layout
@@ -35,6 +36,9 @@ from .record import ExpertsRecord
 from .view import BIAS, INPUT_SCALE, SCALE
 
 log = logging.getLogger(__name__)
+
+# What float experts have no use for.
+UNUSED_PARTS: Final = ("input_scale", "input_zero_point", "shape")
 
 
 @dataclass
@@ -68,7 +72,9 @@ class Planner:
         config: CheckpointConfig,
         directory: Path,
         device: torch.device,
+        dequantize: bool = False,
     ) -> None:
+        self.dequantize = dequantize
         self.modules = dict(find_experts(model))
         self.names = names
         self.entries = entries
@@ -100,6 +106,12 @@ class Planner:
             if name is None or is_dense(name, self.entries):
                 continue
             path = self.names.module_of(name, self.modules)
+            if path is not None and name.part in GPTQ_PARTS:
+                raise CheckpointError(
+                    f"{entry.file}: {place(key)}: experts packed by GPTQ are not supported; "
+                    "quantise the float checkpoint with int8moe_compile, or save it as "
+                    "compressed-tensors"
+                )
             if path is not None:
                 self.pieces[path].append(Piece(key, entry, name))
 
@@ -119,14 +131,17 @@ class Planner:
         """Plan one module as int8, or as float with the reason."""
         self.plan.blocks.update(piece.name.block for piece in self.pieces[path])
         reason = verdict.reason
-        if verdict.scheme is not None:
+        if self.dequantize:
+            self.plan.skipped[path] = reason = "dequantised while loading, as asked for"
+        elif verdict.scheme is not None:
             record = record_for(module, verdict.scheme, self.device)
             if isinstance(record, ExpertsRecord):
                 self._plan_int8(path, module, record)
                 return
             reason = record
         assert reason is not None, "a verdict without scheme has a reason"
-        self.plan.reasons[path] = reason
+        if not self.dequantize:
+            self.plan.reasons[path] = reason
         dtype = getattr(module, weight_names(module)[0]).dtype
         structure = _float_structure(module)
         checker = Checker(need_of(path, module, structure), self.pieces[path], self.directory)
@@ -134,6 +149,9 @@ class Planner:
             keys = tuple(key for source in sources for key in source.keys)
             self.plan.routes.add(target, keys, builder)
             self.plan.linears.extend(sources)
+        for piece in self.pieces[path]:
+            if piece.name.part in UNUSED_PARTS and piece.key not in self.plan.routes.targets:
+                self.plan.routes.drop(target, piece.key)
         self.plan.dequantised.append(path)
 
     def _plan_int8(self, path: str, module: nn.Module, record: ExpertsRecord) -> None:
@@ -141,6 +159,7 @@ class Planner:
         need = need_of(path, module, record.structure)
         checker = Checker(need, self.pieces[path], self.directory)
         for sources in checker.int8(record.scheme):
+            self._refuse_reordered(sources)
             target = need.target(sources.which)
             biases = tuple(key for what, key in sources.keys.items() if what[2] == "bias")
             others = tuple(key for what, key in sources.keys.items() if what[2] != "bias")
@@ -150,6 +169,19 @@ class Planner:
                 self.plan.routes.add(target + BIAS, biases, BiasBuilder(sources, dtype))
             self.plan.sources.append(sources)
         self.plan.records[path] = record
+
+    def _refuse_reordered(self, sources: WeightSources) -> None:
+        """Refuse fused codes of a family whose own converter would move their rows about."""
+        for (_, expert, part), key in sources.keys.items():
+            if expert is not None or part not in ("weight", "packed"):
+                continue
+            converter = self.names.rename(key.removesuffix("_packed"))[1]
+            kinds = () if converter is None else converter.operations
+            if not all(isinstance(kind, (MergeModulelist, Concatenate)) for kind in kinds):
+                raise CheckpointError(
+                    f"{self.entries[key].file}: {key}: this family reorders fused experts while "
+                    "it loads them, which is not supported for int8 codes; single experts are"
+                )
 
     def _plan_linears(self) -> None:
         """Plan the dequantisation of every quantised layer that is no routed expert."""

@@ -93,9 +93,13 @@ class Routes:
         assert target not in self.builders, f"{target} has two builders"
         self.builders[target] = builder
         for key in keys:
-            self.targets[key] = target
-            self._numbers[key] = len(self._keys)
-            self._keys.append(key)
+            self.drop(target, key)
+
+    def drop(self, target: str, key: str) -> None:
+        """Send a tensor to a builder that will not ask for it."""
+        self.targets[key] = target
+        self._numbers[key] = len(self._keys)
+        self._keys.append(key)
 
     def token(self, key: str) -> str | None:
         """Return what a tensor is called while the loader's own renamings run."""

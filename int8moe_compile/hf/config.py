@@ -61,6 +61,10 @@ class CheckpointQuantization(QuantizationConfigMixin):
         method = fields.get("quant_method")
         self.quant_method: Any = getattr(method, "value", method)
 
+    def options(self) -> dict[str, Any]:
+        """Return the loading options that transformers put here for a user."""
+        return {k: v for k, v in vars(self).items() if k not in ("fields", "quant_method")}
+
     def to_dict(self) -> dict[str, Any]:
         """Return the mapping as it was read."""
         return copy.deepcopy(self.fields)

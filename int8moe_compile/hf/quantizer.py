@@ -89,7 +89,8 @@ class Int8MoeQuantizer(HfQuantizer):
         directory = self._files[0].parent
         if self.pre_quantized:
             config = read_config(self.quantization_config.to_dict())
-            planner = Planner(model, names, entries, config, directory, self._device)
+            dequantize = bool(getattr(self.quantization_config, "dequantize", False))
+            planner = Planner(model, names, entries, config, directory, self._device, dequantize)
             self._plan = planner.run()
             check_values(self._plan.sources, self._plan.linears, entries)
             planned, blocks = self._plan.routes.targets, self._plan.blocks
