@@ -87,16 +87,16 @@ def test_routing(T: int, chunk: int, block_m: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_token_depends_on_itself_alone() -> None:
-    case = problem(3, T=40, E=4, K=2)
+    case = problem(3, T=24, E=2, K=2)
     whole = run(case)
-    for part in (slice(0, 1), slice(3, 5), slice(7, 24)):
+    for part in (slice(0, 1), slice(3, 5), slice(7, 20)):
         assert torch.equal(run(case.rows(part)), whole[part])
 
 
 def test_every_tile_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = problem(4, T=19, H=160, I=96, E=3)
+    case = problem(4, T=9, H=96, I=64, E=2)
     expected = run(case)
-    for tile in ((16, 32, 32), (32, 64, 128), (64, 32, 64), (128, 128, 64)):
+    for tile in ((16, 32, 32), (32, 64, 128), (64, 64, 64)):
         pair = (tiles.Tile(*tile, 4, 2), tiles.Tile(tile[0], 64, 32, 4, 2, 4))
         monkeypatch.setattr(eager, "layer_tiles", lambda *args, pair=pair: pair)
         assert torch.equal(run(case), expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ def run(name: str, **environment: str) -> None:
     done = subprocess.run(
         [*command, str(TESTS / name)],
         cwd=TESTS.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**_own_environment(), "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -27,7 +28,11 @@ def run(name: str, **environment: str) -> None:
     assert " passed" in done.stdout, done.stdout[-2000:]
 
 
-def _has_coverage() -> bool:
-    import importlib.util
+def _own_environment() -> dict[str, str]:
+    """Return the environment without what pytest's plugins tell their own processes."""
+    theirs = ("PYTEST_", "COV_CORE_", "COVERAGE_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
 
+
+def _has_coverage() -> bool:
     return importlib.util.find_spec("pytest_cov") is not None
