@@ -109,10 +109,11 @@ def trace_functional(
     function: Callable[..., Any],
     inputs: Sequence[tuple[tuple[int, ...], torch.dtype]],
     device: torch.device,
+    autocast: torch.dtype | None = None,
 ) -> fx.GraphModule:
     """Trace a function of fake tensors to the graph that Inductor's joint passes would see.
 
-    Functional, decomposed as Inductor does, outside whatever compilation is going on, and with
+    autocast: the dtype of the autocast context to trace it in, None for none. Functional, decomposed as Inductor does, outside whatever compilation is going on, and with
     torch.compiler.is_compiling() true, because model code branches on it. Removable when torch
     has a public way to trace a function as AOTAutograd does.
     """
@@ -127,7 +128,7 @@ def trace_functional(
         tracing(None),
         torch.inference_mode(False),
         torch.no_grad(),
-        torch.autocast(device.type, enabled=False),
+        torch.autocast(device.type, dtype=autocast, enabled=autocast is not None),
         FakeTensorMode(),
     ):
         examples = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in inputs]

@@ -182,6 +182,19 @@ def test_schemes_reach_the_operator(scheme: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("hidden", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_autocast(implementation: str, dtype: torch.dtype, hidden: torch.dtype) -> None:
+    experts = build("GptOssExperts", implementation, dtype=dtype)
+    inputs = hf_models.routed(dtype=hidden)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = assert_rewritten(experts, inputs)
+        floats = run(experts, *inputs, experts_pass=Nothing()).result
+    assert got.result.dtype == floats.dtype == hidden
+    assert (got.result - floats).norm() < 0.02 * floats.norm()
+
+
 @pytest.mark.slow
 def test_all_decorated_classes_of_transformers() -> None:
     """One call each, grouped and static: the list of structures above is not the limit."""

@@ -9,6 +9,8 @@ from passes_support import EXPERTS, MARKER, run
 from torch import Tensor, nn
 
 from int8moe_compile.hf import find_experts
+from int8moe_compile.passes.capture import capture_backend
+from int8moe_compile.passes.joint import ExpertsPass
 from int8moe_compile.quantization import quantize_
 
 FAMILIES = (
@@ -61,3 +63,33 @@ def test_each_layer_is_one_experts_call_in_every_way(
     family: str, implementation: str, dynamic: bool
 ) -> None:
     assert_rewritten(quantize_(hf_models.build_model(family)), implementation, dynamic=dynamic)
+
+
+@pytest.mark.slow
+def test_generate_rewrites_prefill_and_decode() -> None:
+    model = quantize_(hf_models.build_model("qwen3_moe"))
+    graphs: list[torch.fx.GraphModule] = []
+    torch._dynamo.reset()
+    backend = capture_backend(ExpertsPass(), graphs.append)
+    model.forward = torch.compile(model.forward, backend=backend)
+    model.generate(hf_models.token_ids(1, 8), max_new_tokens=8, do_sample=False)
+    assert 2 <= len(graphs) <= 3
+    for graph in graphs:
+        calls = [node for node in graph.graph.nodes if node.target is EXPERTS]
+        assert len(calls) == hf_models.LAYERS
+
+
+def test_with_the_pass_off_nothing_is_rewritten() -> None:
+    model = quantize_(hf_models.build_model("qwen3_moe"))
+    ids = hf_models.token_ids()
+    graphs: list[torch.fx.GraphModule] = []
+    logits = []
+    for experts_pass in (None, ExpertsPass(), None):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=capture_backend(experts_pass, graphs.append))
+        with torch.no_grad():
+            logits.append(compiled(ids, use_cache=False).logits)
+    counts = [sum(node.target is EXPERTS for node in graph.graph.nodes) for graph in graphs]
+    assert counts == [0, hf_models.LAYERS, 0]
+    assert torch.equal(logits[0], logits[2])
+    assert not torch.equal(logits[0], logits[1])

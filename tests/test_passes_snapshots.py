@@ -1,4 +1,4 @@
-"""Snapshots of rewritten graphs in canonical form, one a structure. EXPECTTEST_ACCEPT=1 renews them."""
+"""Snapshots of rewritten graphs, one a structure. EXPECTTEST_ACCEPT=1 renews them."""
 
 from __future__ import annotations
 

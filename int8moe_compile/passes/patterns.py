@@ -52,7 +52,10 @@ STAND_INS: Final = Literals()
 
 @dataclass(frozen=True)
 class Problem:
-    """State sizes, dtypes and device of one experts call, as numbers."""
+    """State sizes, dtypes and device of one experts call, as numbers.
+
+    autocast: the dtype of the autocast context around the call, None for none.
+    """
 
     tokens: int
     top_k: int
@@ -66,6 +69,12 @@ class Problem:
     router_dtype: torch.dtype
     bias_dtype: torch.dtype
     id_dtype: torch.dtype = torch.int64
+    autocast: torch.dtype | None = None
+
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """Return the dtype of the two products, in which the gate runs."""
+        return self.autocast or self.weight_dtype
 
     @property
     def rows(self) -> int:
@@ -161,9 +170,14 @@ def spellings(*, gated: bool) -> list[Spelling]:
     ]
 
 
-def _trace(function: Callable[..., Any], inputs: Inputs, device: torch.device) -> Pattern:
+def _trace(
+    function: Callable[..., Any],
+    inputs: Inputs,
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> Pattern:
     """Trace a function of named tensors on fake ones."""
-    graph = trace_functional(function, list(inputs.values()), device).graph
+    graph = trace_functional(function, list(inputs.values()), device, autocast).graph
     nodes = list(graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     (returned,) = nodes[-1].args
@@ -224,20 +238,20 @@ def frame_pattern(implementation: str, layout: Layout, problem: Problem) -> Patt
         return result, entering[0]
 
     slots = problem.tokens * problem.top_k
-    with_gated = {**inputs, "gated": ((slots, problem.intermediate), problem.weight_dtype)}
-    return _trace(frame, with_gated, problem.device)
+    with_gated = {**inputs, "gated": ((slots, problem.intermediate), problem.product_dtype)}
+    return _trace(frame, with_gated, problem.device, problem.autocast)
 
 
 @functools.lru_cache(maxsize=256)
-def gate_pattern(
-    spelling: Spelling, shape: tuple[int, int], dtype: torch.dtype, interleaved: bool
-) -> Pattern:
+def gate_pattern(spelling: Spelling, interleaved: bool, problem: Problem) -> Pattern:
     """Trace a gate from its input "projected" [S,N], with stand-ins for its numbers."""
 
     def gate(projected: Tensor) -> Tensor:
         return spelling.apply(projected, STAND_INS, interleaved=interleaved)
 
-    return _trace(gate, {"projected": (shape, dtype)}, torch.device("cpu"))
+    shape = (problem.tokens * problem.top_k, problem.rows)
+    inputs: Inputs = {"projected": (shape, problem.product_dtype)}
+    return _trace(gate, inputs, problem.device, problem.autocast)
 
 
 @functools.lru_cache(maxsize=64)
@@ -254,4 +268,4 @@ def full_pattern(
         named = dict(zip(inputs, tensors, strict=True))
         return _hf_forward(implementation, layout, problem, named, gate)
 
-    return _trace(whole, inputs, problem.device)
+    return _trace(whole, inputs, problem.device, problem.autocast)

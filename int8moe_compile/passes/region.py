@@ -8,8 +8,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, fx
@@ -152,7 +152,7 @@ class _Search:
         """Return the region, or the reason of the attempt that came furthest."""
         total = self._first_sum()
         if total is None:
-            return _Miss(_LOOP)
+            return _Miss(_LOOP, -2)
         if not self._rows & {self._shape[2], 2 * self._shape[2]}:
             return self._miss
         for attempt in self._attempts(total):
@@ -179,25 +179,22 @@ class _Search:
 
     def _attempts(self, total: fx.Node) -> Iterator[tuple[fx.Node, str, Layout, Problem]]:
         """List what the call may be, by what kinds of tensors are near it."""
-        tokens, top_k, _ = self._canon.sizes.shape(value(total.args[0]))  # type: ignore[arg-type]
+        slots = total.args[0]
+        assert isinstance(slots, fx.Node), "a sum has a tensor to sum"
+        tokens, top_k, _ = self._canon.sizes.shape(value(slots))
         near = _tensors_before(total)
         experts, hidden, intermediate = self._shape
-        routing = (tokens, top_k)
-        kinds = {(self._canon.sizes.shape(value(node)), value(node).dtype) for node in near}
-        floats = [d for s, d in kinds if s == routing and d.is_floating_point]
-        ids = [d for s, d in kinds if s == routing and d in (torch.int64, torch.int32)]
-        biases = [d for s, d in kinds if s == (experts, hidden) and d.is_floating_point]
-        operators = {str(node.target) for node in near}
-        names = [name for name in IMPLEMENTATIONS if _may_be(name, operators)]
-        converted = [user for user in total.users if _is_cast(user)]
+        floats, ids = self._dtypes(near, (tokens, top_k))
+        biases, _ = self._dtypes(near, (experts, hidden))
         weight_dtype = value(self._marker).dtype
         for output, name, router_dtype, id_dtype, gated, bias_dtype in itertools.product(
-            (*converted, total), names, floats, ids, (True, False), (*biases, None)
+            (*filter(_is_cast, total.users), total),
+            [name for name in IMPLEMENTATIONS if _products(name, near)],
+            floats,
+            ids,
+            [gated for gated in (True, False) if (1 + gated) * intermediate in self._rows],
+            (*biases, None),
         ):
-            if (2 * intermediate if gated else intermediate) not in self._rows:
-                continue
-            if name == "batched_mm" and value(output).dtype != weight_dtype:
-                continue  # its products take one dtype only
             problem = Problem(
                 tokens=tokens,
                 top_k=top_k,
@@ -212,8 +209,29 @@ class _Search:
                 bias_dtype=bias_dtype or weight_dtype,
                 id_dtype=id_dtype,
             )
-            for transposed, interleaved in ((False, False), (True, True), (True, False)):
-                yield output, name, Layout(transposed, interleaved, bias_dtype is not None), problem
+            contexts = _autocasts(
+                problem,
+                _products(name, near),
+                casts_input=name == "grouped_mm",
+                casts_sum=_is_cast(slots),
+            )
+            for autocast in contexts:
+                for transposed, interleaved in ((False, False), (True, True), (True, False)):
+                    layout = Layout(transposed, interleaved, bias_dtype is not None)
+                    yield output, name, layout, replace(problem, autocast=autocast)
+
+    def _dtypes(
+        self, nodes: Iterable[fx.Node], shape: tuple[int, int]
+    ) -> tuple[list[torch.dtype], list[torch.dtype]]:
+        """List the floating and the index dtypes of the tensors of a shape."""
+        dtypes = [
+            value(node).dtype for node in nodes if self._canon.sizes.shape(value(node)) == shape
+        ]
+        different = list(dict.fromkeys(dtypes))
+        return (
+            [dtype for dtype in different if dtype.is_floating_point],
+            [dtype for dtype in different if dtype in (torch.int64, torch.int32)],
+        )
 
     def _try(
         self, output: fx.Node, implementation: str, layout: Layout, problem: Problem
@@ -230,10 +248,9 @@ class _Search:
             self._keep(_differs(implementation, around.difference), around.progress)
             return None
         gated = around.binding.inputs["gated"]
-        shape = (problem.tokens * problem.top_k, problem.rows)
         closest = _Miss("")
         for spelling in spellings(gated=problem.gated):
-            pattern = gate_pattern(spelling, shape, problem.weight_dtype, layout.interleaved)
+            pattern = gate_pattern(spelling, layout.interleaved, problem)
             gate = Matcher(pattern, self._canon)
             if not gate.match(pattern.outputs[0], gated):
                 closest = max(closest, _Miss(gate.difference, gate.progress), key=_progress)
@@ -288,11 +305,25 @@ def _differs(implementation: str, difference: str) -> str:
     return f"the graph is not Hugging Face's {implementation} forward: {difference}"
 
 
-def _may_be(implementation: str, operators: set[str]) -> bool:
-    """Say whether the products of an implementation occur."""
-    if implementation == "batched_mm":
-        return str(aten.bmm.default) in operators
-    return any("grouped_mm" in name for name in operators)
+def _products(implementation: str, nodes: Iterable[fx.Node]) -> set[torch.dtype]:
+    """Return the dtypes of the products of an implementation among some nodes."""
+    word = "aten.bmm." if implementation == "batched_mm" else "grouped_mm"
+    return {value(node).dtype for node in nodes if word in str(node.target)}
+
+
+def _autocasts(
+    problem: Problem, products: set[torch.dtype], *, casts_input: bool, casts_sum: bool
+) -> list[torch.dtype | None]:
+    """List the autocast contexts in which the call may have been traced, mostly none.
+
+    Without one, products of batched_mm take one dtype only; grouped_mm casts to the weights'.
+    """
+    as_weights = problem.weight_dtype in products
+    same = as_weights and problem.weight_dtype == problem.hidden_dtype
+    found: list[torch.dtype | None] = [None] if same or (as_weights and casts_input) else []
+    if casts_sum or not same:
+        found.extend(dtype for dtype in (torch.bfloat16, torch.float16) if dtype in products)
+    return found
 
 
 def _is_cast(node: fx.Node) -> bool:
