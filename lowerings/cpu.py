@@ -21,8 +21,8 @@ DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.in
 QUANTS: Final = {word: index for index, word in enumerate(ACTIVATION_QUANTS)}
 FUNCTIONS: Final = {word: index for index, word in enumerate(ACTIVATIONS)}
 
-# Eight-byte fields of `struct Call` in cpp/call.h, group by group in its order. Packing them takes
-# 2 us; a ctypes.Structure of as many fields takes 14 (CPython 3.11).
+# Eight-byte fields of `struct Call` in cpp/call.h, group by group in its order. Packing 58 of them
+# takes 0.7 us, making a ctypes.Structure of as many 9 us (CPython 3.11).
 FIELDS: Final = (
     ("out", "qq"),
     ("hidden", "qqq"),
