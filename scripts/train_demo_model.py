@@ -40,8 +40,16 @@ import torch
 import transformers
 from activation_range import RangePenalty
 from demo_corpus import held_out_excerpts, read_corpus
+from demo_scores import (
+    as_tokens,
+    as_windows,
+    expert_load,
+    perplexity,
+    perplexity_without_experts,
+    reload_and_continue,
+)
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 
 @dataclass(frozen=True)
@@ -101,32 +109,6 @@ def model_config(settings: Settings) -> Qwen3MoeConfig:
         eos_token_id=0,
         tie_word_embeddings=False,
     )
-
-
-@torch.no_grad()
-def perplexity(model: Qwen3MoeForCausalLM, windows: torch.Tensor, *, batch: int) -> float:
-    """Return the perplexity per byte of windows [W, context + 1], each predicted by itself."""
-    total = 0.0
-    model.eval()
-    for rows in windows.split(batch):
-        logits = model(input_ids=rows[:, :-1], use_cache=False).logits.float()
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum"
-        )
-        total += loss.item()
-    model.train()
-    return math.exp(total / windows[:, 1:].numel())
-
-
-def as_tokens(text: bytes, device: torch.device) -> torch.Tensor:
-    """Turn bytes into token ids."""
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device).long()
-
-
-def as_windows(text: bytes, settings: Settings, device: torch.device) -> torch.Tensor:
-    """Cut text into rows [W, context + 1] that overlap by the one byte both predict from."""
-    tokens = as_tokens(text, device)
-    return tokens.unfold(0, settings.context + 1, settings.context).contiguous()
 
 
 class MasterWeights:
@@ -244,39 +226,6 @@ def output_aux_loss(model: Qwen3MoeForCausalLM, output: object) -> torch.Tensor:
     return aux_loss
 
 
-def perplexity_without_experts(
-    model: Qwen3MoeForCausalLM, windows: torch.Tensor, settings: Settings
-) -> float:
-    """Return the perplexity with every expert's output zeroed: what the experts are worth."""
-    kept = {}
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith("experts.down_proj"):
-                kept[name] = weight.clone()
-                weight.zero_()
-        result = perplexity(model, windows, batch=settings.eval_batch)
-        for name, weight in model.named_parameters():
-            if name in kept:
-                weight.copy_(kept[name])
-    return result
-
-
-@torch.no_grad()
-def expert_load(
-    model: Qwen3MoeForCausalLM, windows: torch.Tensor, settings: Settings
-) -> list[list[float]]:
-    """Return each layer's share of contributions per expert over one batch of held-out text."""
-    output = model(
-        input_ids=windows[: settings.eval_batch, :-1], use_cache=False, output_router_logits=True
-    )
-    shares = []
-    for logits in output.router_logits:
-        chosen = logits.topk(model.config.num_experts_per_tok, dim=-1).indices.flatten()
-        counts = torch.bincount(chosen, minlength=model.config.num_experts).float()
-        shares.append([round(share, 4) for share in (counts / counts.sum()).tolist()])
-    return shares
-
-
 def facts(device: torch.device) -> dict[str, object]:
     """Return what the run ran on."""
     hardware = platform.machine()
@@ -289,19 +238,6 @@ def facts(device: torch.device) -> dict[str, object]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-    }
-
-
-def reload_and_continue(folder: Path, prompt: bytes, windows: torch.Tensor) -> dict[str, object]:
-    """Load the checkpoint as a user would and continue a prompt, on CPU."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    ids = as_tokens(prompt, torch.device("cpu"))[None]
-    new = model.generate(ids, max_new_tokens=120, do_sample=False)[0, ids.shape[1] :]
-    return {
-        "dtype": str(model.dtype),
-        "held_out_perplexity_of_4_windows": perplexity(model, windows[:4].cpu(), batch=4),
-        "prompt": prompt.decode(),
-        "continuation": bytes(new.tolist()).decode(errors="replace"),
     }
 
 
@@ -367,7 +303,7 @@ def main() -> None:
         f"{len(training)} documents, {len(text)} bytes to train on; {len(held_out)} held out",
         flush=True,
     )
-    windows = as_windows(held_out, settings, device)
+    windows = as_windows(held_out, settings.context, device)
 
     model = starting_model(arguments.start_from, settings)
     model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -376,7 +312,7 @@ def main() -> None:
     measured = train(model, as_tokens(text, device), windows, settings, budget)
     model.to(torch.bfloat16)
     full = perplexity(model, windows, batch=settings.eval_batch)
-    without = perplexity_without_experts(model, windows, settings)
+    without = perplexity_without_experts(model, windows, batch=settings.eval_batch)
     model.eval()
     model.save_pretrained(arguments.out)
     (arguments.out / "held_out.txt").write_bytes(held_out)
@@ -397,7 +333,7 @@ def main() -> None:
         "started_from": earlier_report(arguments.start_from),
         "held_out_perplexity": full,
         "held_out_perplexity_with_experts_zeroed": without,
-        "expert_load": expert_load(model, windows, settings),
+        "expert_load": expert_load(model, windows, batch=settings.eval_batch),
         "reloaded": reload_and_continue(
             arguments.out, b"import os\n\n\ndef read_lines(path", windows
         ),
