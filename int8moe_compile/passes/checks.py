@@ -60,6 +60,11 @@ def inner_nodes(region: Region) -> dict[fx.Node, None]:
     return found
 
 
+def is_metadata_assertion(node: fx.Node) -> bool:
+    """Say whether a node only asserts dtype, device and layout, as torch.export adds to casts."""
+    return node.target is torch.ops.aten._assert_tensor_metadata.default
+
+
 def _check_users(region: Region, inner: dict[fx.Node, None], order: Mapping[fx.Node, int]) -> None:
     """Refuse a region whose results on the way are used outside it: they would be computed twice.
 
@@ -72,7 +77,7 @@ def _check_users(region: Region, inner: dict[fx.Node, None], order: Mapping[fx.N
     depends.remove(region.output)
     for node in depends:
         for user in node.users:
-            if user not in inner:
+            if user not in inner and not is_metadata_assertion(user):
                 what = "read for its size" if is_size(user) else "used"
                 raise RefusedError(
                     f"{node.name} inside the experts is also {what} by {user.name} outside"

@@ -10,7 +10,7 @@ from torch import fx
 from torch._subclasses import FakeTensor
 
 from .canonical import value
-from .checks import Accepted, RefusedError, marker_arguments
+from .checks import Accepted, RefusedError, is_metadata_assertion, marker_arguments
 from .region import Region, is_marker
 
 _KEPT_META = ("nn_module_stack", "stack_trace", "original_aten", "from_node", "seq_nr", "source_fn")
@@ -43,7 +43,8 @@ class Rewriter:
     def finish(self) -> None:
         """Erase replaced nodes and markers that nothing uses any more."""
         for node in reversed(list(self.graph.nodes)):
-            if (node in self.replaced or is_marker(node)) and not node.users:
+            asserted = is_metadata_assertion(node) and node.args[0] in self.replaced
+            if (node in self.replaced or is_marker(node) or asserted) and not node.users:
                 self.graph.erase_node(node)
 
     def _arguments(self, region: Region) -> tuple[tuple[fx.Node, ...], dict[str, Any]]:
