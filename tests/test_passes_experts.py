@@ -67,8 +67,16 @@ def test_each_structure_is_rewritten(name: str, implementation: str, dynamic: bo
     assert str(got.graphs[0].graph) == before
 
 
-@pytest.mark.parametrize("router", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "router"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float16, torch.float16),
+    ],
+)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_dtypes_of_weights_and_router(
     implementation: str, dtype: torch.dtype, router: torch.dtype
@@ -83,11 +91,11 @@ def test_hidden_states_of_another_dtype_than_the_weights() -> None:
     assert_rewritten(build("MixtralExperts"), (hidden_states, ids, weights))
 
 
-@pytest.mark.parametrize("dynamic", [False, None, True])
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", ["MixtralExperts", "GptOssExperts"])
-def test_one_token(name: str, implementation: str, dynamic: bool | None) -> None:
-    assert_rewritten(build(name, implementation), hf_models.routed(1), dynamic=dynamic)
+def test_one_token(implementation: str, dynamic: bool) -> None:
+    experts = build("MixtralExperts", implementation)
+    assert_rewritten(experts, hf_models.routed(1), dynamic=dynamic)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -150,7 +158,7 @@ def test_activations(word: str, activation: str) -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_numbers_of_the_gate_come_from_the_model(dynamic: bool) -> None:
     experts = build("GptOssExperts")
-    for limit, alpha in ((7.0, 1.702), (2.5, 1.25), (3, 2)):
+    for limit, alpha in ((7.0, 1.702), (3, 1.25)):
         experts.limit, experts.alpha = limit, alpha
         (call,) = run(experts, *hf_models.routed(), dynamic=dynamic).calls(EXPERTS)
         assert (call.kwargs["limit"], call.kwargs["alpha"], call.kwargs["beta"]) == (
@@ -182,8 +190,10 @@ def test_schemes_reach_the_operator(scheme: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("hidden", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "hidden"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
+)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_autocast(implementation: str, dtype: torch.dtype, hidden: torch.dtype) -> None:
     experts = build("GptOssExperts", implementation, dtype=dtype)
