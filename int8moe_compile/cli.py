@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .ops.schema import ACTIVATION_QUANTS
 from .schemes import parse_scheme, scheme_names
 
 CALIBRATION_TOKENS = 512  # a row
@@ -39,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
     top = argparse.ArgumentParser(prog="int8moe", description="INT8 experts under torch.compile")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_demo, _add_explain, _add_quantize):
+    for add in (_add_demo, _add_explain, _add_quantize, _add_bench):
         add(commands)
     return top
 
@@ -88,6 +89,42 @@ def _add_quantize(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     quantize.add_argument("--device", default="cpu", help="default: %(default)s")
     quantize.set_defaults(run=_quantize)
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = commands.add_parser(
+        "bench", help="time one experts layer in INT8 and bf16, eager and compiled"
+    )
+    bench.add_argument("--tokens", type=_positive, nargs="+", default=[1, 16, 128], metavar="T")
+    for name, size in (("hidden", 1024), ("intermediate", 768), ("experts", 32), ("top-k", 4)):
+        bench.add_argument(f"--{name}", type=_positive, default=size, help="default: %(default)s")
+    bench.add_argument(
+        "--quant",
+        choices=ACTIVATION_QUANTS,
+        nargs="+",
+        default=["token"],
+        help="how activations are quantised; default: token",
+    )
+    bench.add_argument("--max-autotune", action="store_true", help="compare tiles while compiling")
+    bench.add_argument("--device", default=_default_device(), help="default: %(default)s")
+    bench.set_defaults(run=_bench)
+
+
+def _bench(parsed: argparse.Namespace) -> None:
+    from .bench import BenchOptions, run
+
+    options = BenchOptions(
+        tokens=tuple(parsed.tokens),
+        hidden=parsed.hidden,
+        intermediate=parsed.intermediate,
+        experts=parsed.experts,
+        top_k=parsed.top_k,
+        quants=tuple(parsed.quant),
+        device=parsed.device,
+        max_autotune=parsed.max_autotune,
+    )
+    for line in run(options):
+        print(line, flush=True)
 
 
 def _demo(parsed: argparse.Namespace) -> None:
