@@ -1,4 +1,4 @@
-"""Every decorated family that can be built tiny: quantise while loading, save, reload, same bits."""
+"""Every decorated family that builds tiny: quantise while loading, save, reload, same bits."""
 
 from __future__ import annotations
 
