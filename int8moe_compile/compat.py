@@ -113,7 +113,8 @@ def trace_functional(
 ) -> fx.GraphModule:
     """Trace a function of fake tensors to the graph that Inductor's joint passes would see.
 
-    autocast: the dtype of the autocast context to trace it in, None for none. Functional, decomposed as Inductor does, outside whatever compilation is going on, and with
+    autocast: the dtype of the autocast context to trace it in, None for none. Functional,
+    decomposed as Inductor does, outside whatever compilation is going on, and with
     torch.compiler.is_compiling() true, because model code branches on it. Removable when torch
     has a public way to trace a function as AOTAutograd does.
     """

@@ -182,12 +182,8 @@ def test_backend_by_name_refuses_an_unknown_option() -> None:
 
 
 @pytest.mark.parametrize("off", [True, False])
-def test_compiling_with_the_pass_off_warns_once(
-    off: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "torch._inductor.compile_fx.compile_fx", lambda gm, inputs, **_: gm.forward
-    )
+def test_compiling_with_the_pass_off_warns_once(off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, inputs, **_: gm.forward)
     notices.forget()
     if not off:
         int8moe_compile.enable()
