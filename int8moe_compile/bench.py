@@ -5,6 +5,7 @@ Letters: T tokens, H hidden, I intermediate, E experts, K experts per token.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import math
 import statistics
@@ -114,7 +115,6 @@ def inputs(options: BenchOptions, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def microseconds(contestants: dict[str, Callable[[], Tensor]], device: str) -> dict[str, float]:
     """Return each contestant's median time; they take turns, so that all meet the same machine."""
-    synchronize = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for call in contestants.values():
         call()
@@ -122,15 +122,21 @@ def microseconds(contestants: dict[str, Callable[[], Tensor]], device: str) -> d
         for name, call in contestants.items():
             end = time.perf_counter() + MEASURING_SECONDS / ROUNDS
             while True:
-                synchronize()
+                _finish_work(device)
                 begin = time.perf_counter()
                 call()
-                synchronize()
+                _finish_work(device)
                 done = time.perf_counter()
                 times[name].append(1e6 * (done - begin))
                 if done > end:
                     break
     return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def _finish_work(device: str) -> None:
+    """Wait for what a GPU still has to do."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
 
 
 def run(options: BenchOptions) -> Iterator[str]:
@@ -144,7 +150,8 @@ def run(options: BenchOptions) -> Iterator[str]:
     mode = "max-autotune-no-cudagraphs" if options.max_autotune else None
     yield (
         f"E={options.experts} K={options.top_k} H={options.hidden} I={options.intermediate}, bf16 "
-        f"hidden states, on {options.device}, torch {torch.__version__}; microseconds a call"
+        f"hidden states, on {options.device}, "
+        f"torch {importlib.metadata.version('torch')}; microseconds a call"
     )
     titles = ("int8", "compiled", "HF bf16", "compiled")
     yield f"{'tokens':>7} {'quant':>7} " + " ".join(f"{title:>10}" for title in titles)

@@ -62,6 +62,11 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     explain.add_argument("model", help="checkpoint folder or hub name")
     explain.add_argument("--scheme", choices=scheme_names(), default="w8a8", metavar="SCHEME")
     explain.add_argument("--skip", action="append", default=[], metavar="PATTERN")
+    explain.add_argument(
+        "--load",
+        action="store_true",
+        help="load the model and trace it; a folder is else judged by its headers alone",
+    )
     explain.add_argument("--device", default=_default_device(), help="default: %(default)s")
     explain.set_defaults(run=_explain)
 
@@ -86,6 +91,13 @@ def _add_quantize(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     quantize.add_argument(
         "--calibration", type=Path, metavar="FILE", help="a text, for w8a8_static"
+    )
+    quantize.add_argument("--verify", action="store_true", help="read everything back and compare")
+    quantize.add_argument(
+        "--in-memory",
+        action="store_true",
+        help="load the whole model instead of going file by file; so it is for w8a8_static and "
+        "hub names in any case",
     )
     quantize.add_argument("--device", default="cpu", help="default: %(default)s")
     quantize.set_defaults(run=_quantize)
@@ -135,6 +147,11 @@ def _demo(parsed: argparse.Namespace) -> None:
 
 
 def _explain(parsed: argparse.Namespace) -> None:
+    if Path(parsed.model).is_dir() and not parsed.load and not parsed.skip:
+        from .checkpoint_explain import explain_directory
+
+        print(explain_directory(parsed.model, parsed.scheme, parsed.device))
+        return
     from .api import explain, quantize_
 
     model = _load(parsed.model, parsed.device)
@@ -149,8 +166,30 @@ def _explain(parsed: argparse.Namespace) -> None:
 
 
 def _quantize(parsed: argparse.Namespace) -> None:
+    is_static = parse_scheme(parsed.scheme).activation_quant == "static"
+    is_local = Path(parsed.source).is_dir()
+    if is_static or parsed.in_memory or parsed.calibration is not None or not is_local:
+        _quantize_in_memory(parsed)
+        return
+    from .checkpoint_explain import explain_directory
+    from .convert import convert_checkpoint
+
+    convert_checkpoint(
+        parsed.source,
+        parsed.target,
+        parsed.scheme,
+        skip=parsed.skip,
+        device=parsed.device,
+        verify=parsed.verify,
+    )
+    print(explain_directory(parsed.target, parsed.scheme, parsed.device))
+
+
+def _quantize_in_memory(parsed: argparse.Namespace) -> None:
     from .api import explain, quantize_
 
+    if parsed.verify:
+        raise ValueError("--verify: wanted a conversion file by file, got one in memory")
     if parsed.target.exists() and (not parsed.target.is_dir() or any(parsed.target.iterdir())):
         raise ValueError(f"DST: wanted a new or empty folder, got {parsed.target}")
     tokenizer = _tokenizer(parsed.source)

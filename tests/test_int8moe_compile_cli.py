@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import int8moe_compile.hf  # noqa: F401  so that INT8 checkpoints load
 from int8moe_compile import cli, demo
 
 
@@ -74,11 +75,12 @@ def test_explain_lists_every_layer(scheme: str, capsys: pytest.CaptureFixture[st
         assert row[1 : 1 + len(wanted)] == wanted
 
 
+@pytest.mark.parametrize("way", ["--verify", "--in-memory"])
 def test_quantize_writes_a_checkpoint_that_loads_as_int8(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "int8"
-    assert cli.main(["quantize", str(demo.FOLDER), str(target), "--scheme", "w8a16"]) == 0
+    assert cli.main(["quantize", str(demo.FOLDER), str(target), "--scheme", "w8a16", way]) == 0
     assert [row[2] for row in table_rows(capsys.readouterr().out)] == ["w8a16"] * 4
     model = AutoModelForCausalLM.from_pretrained(target)
     weight = model.get_submodule(LAYERS[0]).gate_up_proj
@@ -86,6 +88,10 @@ def test_quantize_writes_a_checkpoint_that_loads_as_int8(
     assert cli.main(["explain", str(target), "--device", "cpu"]) == 0
     rows = table_rows(capsys.readouterr().out)
     assert [row[2:4] for row in rows] == [["w8a16", "yes"]] * 4, "the checkpoint's own scheme"
+    assert cli.main(["explain", str(target), "--device", "cpu", "--load"]) == 0
+    loaded = table_rows(capsys.readouterr().out)
+    assert [row[2:4] for row in loaded] == [["w8a16", "yes"]] * 4
+    assert [row[-2] for row in loaded] == [row[-2] for row in rows], "bytes before"
 
 
 class ByteTokenizer:
