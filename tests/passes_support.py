@@ -25,7 +25,9 @@ class Captured:
     outcomes: list[Outcome] = field(default_factory=list)
 
     def calls(self, target: Any = EXPERTS) -> list[fx.Node]:
-        return [node for graph in self.graphs for node in graph.graph.nodes if node.target is target]
+        return [
+            node for graph in self.graphs for node in graph.graph.nodes if node.target is target
+        ]
 
     @property
     def operators(self) -> set[str]:
