@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import hf_models
@@ -15,6 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import int8moe_compile.hf
 from int8moe_compile import registry
+from int8moe_compile.hf import experts as hf_experts
 from int8moe_compile.hf import IMPLEMENTATION, experts_arguments, find_experts, register
 from int8moe_compile.quantization import quantize_
 
@@ -88,6 +90,50 @@ def test_device_without_a_kernel_runs_transformers_code(monkeypatch: pytest.Monk
     experts = quantize_(experts_module())
     monkeypatch.delitem(registry.KERNELS, "cpu")
     assert names_called(experts, *hf_models.routed()) == ["dequantize"] * 2
+
+
+@pytest.fixture
+def devices_asked() -> Iterator[None]:
+    """Forget before and after a test what the oracle said of the devices."""
+    hf_experts._runs_on.cache_clear()
+    yield
+    hf_experts._runs_on.cache_clear()
+
+
+def test_a_refused_device_runs_transformers_code(
+    monkeypatch: pytest.MonkeyPatch, devices_asked: None
+) -> None:
+    asked: list[torch.device] = []
+
+    def refuse(problem: Any, *keys: Any, device: torch.device) -> None:
+        asked.append(device)
+        raise NotImplementedError("no INT8 MoE backend")
+
+    experts = quantize_(experts_module())
+    monkeypatch.setattr(hf_experts, "select_int8_moe_backend", refuse)
+    for _ in range(2):
+        assert names_called(experts, *hf_models.routed()) == ["dequantize"] * 2
+    assert asked == [torch.device("cpu")]
+
+
+@pytest.mark.parametrize("wide", ["hidden_states", "weights", "both"])
+def test_float64_runs_transformers_code(wide: str) -> None:
+    experts = quantize_(experts_module(dtype=torch.float32))
+    hidden_states, ids, weights = hf_models.routed(dtype=torch.float32)
+    expected = experts(hidden_states, ids, weights)
+    if wide != "weights":
+        hidden_states = hidden_states.double()
+    if wide != "hidden_states":
+        weights = weights.double()
+    result = experts(hidden_states, ids, weights)
+    assert names_called(experts, hidden_states, ids, weights) == ["dequantize"] * 2
+    assert result.dtype == hidden_states.dtype and result.shape == expected.shape
+
+
+def test_a_model_made_double_runs() -> None:
+    model = quantize_(hf_models.build_model("mixtral")).double()
+    logits = model(hf_models.token_ids()).logits
+    assert logits.dtype == torch.float64 and bool(torch.isfinite(logits).all())
 
 
 @pytest.mark.parametrize("implementation", ["int8moe", "grouped_mm", "batched_mm"])

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from .. import registry
+from ..ops.checks import FLOATS
+from ..oracle import MoeProblem, select_int8_moe_backend
+from ..schemes import INT8_DYNAMIC_TOKEN, INT8_STATIC_CHANNEL
 from .gates import UnknownGateError
 from .record import live_record
 from .view import BIAS, INPUT_SCALE, SCALE, ExpertsView, is_complete
@@ -76,12 +79,25 @@ def _eager_arguments(
     wanted = hidden_states.requires_grad or top_k_weights.requires_grad
     if torch.is_grad_enabled() and wanted:
         return None
-    if hidden_states.device.type not in registry.KERNELS:
+    if hidden_states.dtype not in FLOATS or top_k_weights.dtype not in FLOATS:
+        return None
+    if hidden_states.device.type not in registry.KERNELS or not _runs_on(hidden_states.device):
         return None
     try:
         return experts_arguments(view._module)
     except UnknownGateError:
         return None
+
+
+@functools.cache
+def _runs_on(device: torch.device) -> bool:
+    """Ask the oracle, once a device, whether it has a backend; problems do not matter to that."""
+    smallest = MoeProblem(num_experts=1, top_k=1, hidden_size=1, intermediate_size=1)
+    try:
+        select_int8_moe_backend(smallest, INT8_STATIC_CHANNEL, INT8_DYNAMIC_TOKEN, device=device)
+    except NotImplementedError:
+        return False
+    return True
 
 
 @functools.cache
