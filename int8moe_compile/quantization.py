@@ -66,7 +66,7 @@ def quantize_(
             f"model: wanted one with experts modules of transformers, got {type(model).__name__} "
             "without any"
         )
-    jobs, refused = _plan(found, wanted, patterns)
+    jobs, refused = _plan(found, wanted, patterns, exact=isinstance(scheme, Scheme))
     refused |= _refuse(others, patterns)
     if jobs and is_static:
         jobs, unmeasured = _calibrated(model, jobs, calibration, wanted)
@@ -80,9 +80,16 @@ def quantize_(
 
 
 def _plan(
-    found: Sequence[tuple[str, nn.Module]], wanted: Scheme, patterns: Sequence[str]
+    found: Sequence[tuple[str, nn.Module]],
+    wanted: Scheme,
+    patterns: Sequence[str],
+    *,
+    exact: bool,
 ) -> tuple[list[_Job], dict[str, str]]:
-    """Decide about every module before any is changed; return jobs, and reasons by module name."""
+    """Decide about every module before any is changed; return jobs, and reasons by module name.
+
+    exact: a module quantised already has to agree in its keys, not in the scheme's name alone.
+    """
     from .hf.record import keep_reason, record_of
     from .hf.view import is_complete
 
@@ -95,10 +102,10 @@ def _plan(
             if record is None:
                 keep_reason(module, f"skipped: its name matches {pattern!r}")
             continue
-        if record is not None and record.scheme.name != wanted.name:
+        if record is not None and not _agree(record.scheme, wanted, exact):
             raise ValueError(
-                f'scheme: module "{name}" wanted as "{wanted.name}", got one quantised as '
-                f'"{record.scheme.name}" already'
+                f'scheme: module "{name}" wanted as {wanted}, got one quantised as '
+                f"{record.scheme} already"
             )
         if record is not None and is_complete(module):
             continue
@@ -109,6 +116,11 @@ def _plan(
         else:
             jobs.append(_Job(name, module, planned))
     return jobs, refused
+
+
+def _agree(found: Scheme, wanted: Scheme, exact: bool) -> bool:
+    """Say whether a module needs nothing more; a name stands for either weight granularity."""
+    return found == wanted if exact else found.name == wanted.name
 
 
 def _refuse(others: Sequence[tuple[str, nn.Module]], patterns: Sequence[str]) -> dict[str, str]:

@@ -46,6 +46,12 @@ class Scheme:
     weight_key: QuantKey
     activation_key: QuantKey | None
 
+    def __str__(self) -> str:
+        """Write the name, and the weights' granularity where it is not that of the name."""
+        if SCHEMES.get(self.name) == self:
+            return f'"{self.name}"'
+        return f'"{self.name}" with weights per {self.weight_key.granularity}'
+
     @property
     def activation_quant(self) -> str:
         """Return the operator's own word for the activation key."""
@@ -70,7 +76,9 @@ def scheme_names() -> tuple[str, ...]:
 
 
 def parse_scheme(scheme: str | Scheme) -> Scheme:
-    """Return the scheme of a name or alias; a ``Scheme`` whose keys are legal passes through.
+    """Return the scheme of a name or alias; a ``Scheme`` whose keys are legal, by its own name.
+
+    Its own name is that of ``scheme_of``, whatever the caller named it.
 
     Raises ValueError that lists the allowed names, or says which key of the scheme is refused.
     """
@@ -78,7 +86,7 @@ def parse_scheme(scheme: str | Scheme) -> Scheme:
         refusal = pair_refusal(scheme.weight_key, scheme.activation_key)
         if refusal is not None:
             raise ValueError(f"scheme: {scheme.name!r} cannot be run: {refusal}")
-        return scheme
+        return scheme_of(scheme.weight_key, scheme.activation_key)
     if isinstance(scheme, str):
         found = SCHEMES.get(ALIASES.get(scheme, scheme))
         if found is not None:

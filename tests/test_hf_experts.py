@@ -16,8 +16,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import int8moe_compile.hf
 from int8moe_compile import registry
-from int8moe_compile.hf import experts as hf_experts
 from int8moe_compile.hf import IMPLEMENTATION, experts_arguments, find_experts, register
+from int8moe_compile.hf import experts as hf_experts
 from int8moe_compile.quantization import quantize_
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import hf_models
@@ -13,9 +14,18 @@ import torch
 from torch import nn
 
 from int8moe_compile import quantization
-from int8moe_compile.hf import find_experts, reason_of, record_of
+from int8moe_compile.hf import Int8MoeConfig, find_experts, reason_of, record_of
 from int8moe_compile.quantization import quantize_
-from int8moe_compile.schemes import INT8_DYNAMIC_TOKEN, QuantKey, Scheme
+from int8moe_compile.schemes import (
+    ACTIVATION_WORDS,
+    INT8_DYNAMIC_TOKEN,
+    INT8_STATIC_CHANNEL,
+    INT8_STATIC_TENSOR,
+    SCHEMES,
+    QuantKey,
+    Scheme,
+    scheme_of,
+)
 
 SMALL_BLOCK = {"hidden": 64, "intermediate": 48, "experts": 8}
 
@@ -210,6 +220,45 @@ def test_no_module_at_all() -> None:
 def test_unknown_scheme_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"scheme: wanted one of 'w8a8'.*got 'int4'"):
         quantize_(hf_models.build_model("mixtral"), "int4")
+
+
+@pytest.mark.parametrize("activations", [*ACTIVATION_WORDS])
+def test_a_scheme_object_is_quantised_saved_and_loaded(
+    tmp_path: Path, activations: QuantKey | None
+) -> None:
+    scheme = Scheme("mine", INT8_STATIC_TENSOR, activations)
+    calibration = [hf_models.token_ids()] if scheme.activation_quant == "static" else None
+    model = quantize_(hf_models.build_model("qwen3_moe"), scheme, calibration=calibration)
+    expected = scheme_of(INT8_STATIC_TENSOR, activations)
+    for module in experts_of(model):
+        record = record_of(module)
+        assert record is not None and record.scheme == expected
+        assert module.gate_up_proj_scale.shape == (8, 2)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert [record_of(module).scheme for module in experts_of(again)] == [expected] * 2
+    states = again.state_dict(), model.state_dict()
+    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+
+
+def test_a_scheme_object_has_to_agree_in_its_keys() -> None:
+    channel, tensor = (
+        Scheme("mine", key, INT8_DYNAMIC_TOKEN) for key in (INT8_STATIC_CHANNEL, INT8_STATIC_TENSOR)
+    )
+    model = quantize_(hf_models.build_model("mixtral"), tensor)
+    quantize_(model, tensor)
+    quantize_(model, "w8a8")
+    wanted = r'wanted as "w8a8", got one quantised as "w8a8" with weights per tensor'
+    with pytest.raises(ValueError, match=wanted):
+        quantize_(model, channel)
+    assert record_of(experts_of(model)[0]).scheme.weight_key == INT8_STATIC_TENSOR
+
+
+def test_a_scheme_without_a_word_is_refused_while_loading() -> None:
+    assert Int8MoeConfig(SCHEMES["w8a16"]).scheme == "w8a16"
+    assert Int8MoeConfig(Scheme("mine", INT8_STATIC_CHANNEL, None)).scheme == "w8a16"
+    with pytest.raises(ValueError, match=r'scheme: .*"w8a16" with weights per tensor'):
+        Int8MoeConfig(Scheme("w8a16", INT8_STATIC_TENSOR, None))
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,12 @@ def test_an_unknown_name_lists_the_allowed_ones(name):
 def test_either_weight_key_goes_with_every_activation_key(name, weight_key):
     scheme = scheme_of(weight_key, SCHEMES[name].activation_key)
     assert (scheme.name, scheme.weight_key) == (name, weight_key)
-    assert parse_scheme(scheme) is scheme
+    assert parse_scheme(scheme) == scheme
+    assert parse_scheme(Scheme("mine", weight_key, scheme.activation_key)) == scheme
+    plain = weight_key == SCHEMES[name].weight_key
+    assert str(scheme) == f'"{name}"' + (
+        "" if plain else f" with weights per {weight_key.granularity}"
+    )
 
 
 def test_an_illegal_scheme_is_refused():

@@ -10,7 +10,7 @@ from typing import Any
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoint_config import OURS
-from ..schemes import Scheme, parse_scheme
+from ..schemes import SCHEMES, Scheme, parse_scheme
 
 
 class Int8MoeConfig(QuantizationConfigMixin):
@@ -20,7 +20,7 @@ class Int8MoeConfig(QuantizationConfigMixin):
     skip: fnmatch patterns of module names. modules_to_not_convert: names, or parts of names between
     dots, in transformers' own manner. Both leave experts modules in float.
 
-    Raises ValueError for a scheme that is not known.
+    Raises ValueError for a scheme that is not known, or that its name alone does not describe.
     """
 
     def __init__(
@@ -34,7 +34,13 @@ class Int8MoeConfig(QuantizationConfigMixin):
         if quant_method != OURS:
             raise ValueError(f"quant_method: wanted {OURS!r}, got {quant_method!r}")
         self.quant_method: Any = OURS
-        self.scheme = parse_scheme(scheme).name
+        wanted = parse_scheme(scheme)
+        if wanted != SCHEMES[wanted.name]:
+            raise ValueError(
+                f"scheme: wanted one that its name describes, got {wanted}, which config.json has "
+                "no word for; load the model first, then int8moe_compile.quantize_(model, scheme)"
+            )
+        self.scheme = wanted.name
         self.skip = [skip] if isinstance(skip, str) else list(skip)
         self.modules_to_not_convert = list(modules_to_not_convert or ())
 
