@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from .ops.quantize import quantize_weight
 from .oracle import MoeProblem, select_int8_moe_backend
 from .passes.layouts import Which, from_hf_bias, from_hf_layout
 from .schemes import INT8_STATIC_TENSOR, Scheme, parse_scheme
+from .skip import matching_pattern, warn_unmatched
 from .structure import ExpertsStructure, Layout
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ def quantize_(
 ) -> nn.Module:
     """Quantise every experts module of a Hugging Face model to int8, in place; return the model.
 
-    Weights go expert by expert, from bf16, fp16 or fp32. skip: fnmatch patterns of module names.
+    Weights go expert by expert, from bf16, fp16 or fp32. skip: fnmatch patterns of the names of
+    experts modules, or of modules around them; one warning names those that match nothing.
     calibration: an iterable of model inputs (tensor, dict or tuple) for "w8a8_static". A module
     that is quantised already stays as it is. One that cannot be quantised is left as it was, with
     one warning, and the reason is kept for explain.
@@ -66,6 +67,8 @@ def quantize_(
             f"model: wanted one with experts modules of transformers, got {type(model).__name__} "
             "without any"
         )
+    names = [name for name, _ in (*found, *others)]
+    unmatched = [p for p in patterns if all(matching_pattern(n, [p]) is None for n in names)]
     jobs, refused = _plan(found, wanted, patterns, exact=isinstance(scheme, Scheme))
     refused |= _refuse(others, patterns)
     if jobs and is_static:
@@ -73,9 +76,10 @@ def quantize_(
         refused |= unmeasured
     for job in jobs:
         _quantise_module(job)
-    _choose_implementation(model)
+    choose_implementation(model)
     attach_quantizer(model)
-    _warn(refused)
+    warn_refused(refused)
+    warn_unmatched("skip", unmatched)
     return model
 
 
@@ -97,7 +101,7 @@ def _plan(
     refused: dict[str, str] = {}
     for name, module in found:
         record = record_of(module)
-        pattern = next((p for p in patterns if fnmatch.fnmatchcase(name, p)), None)
+        pattern = matching_pattern(name, patterns)
         if pattern is not None:
             if record is None:
                 keep_reason(module, f"skipped: its name matches {pattern!r}")
@@ -132,7 +136,7 @@ def _refuse(others: Sequence[tuple[str, nn.Module]], patterns: Sequence[str]) ->
     for name, module in others:
         reason = reason_unsupported(module)
         keep_reason(module, reason)
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+        if matching_pattern(name, patterns) is None:
             refused[name] = reason
     return refused
 
@@ -301,7 +305,7 @@ def _encoded(
     return codes, torch.cat(scales)
 
 
-def _choose_implementation(model: nn.Module) -> None:
+def choose_implementation(model: nn.Module) -> None:
     """Put "int8moe" where transformers' default stood and experts are quantised now."""
     from .compat import choose_experts_implementation
     from .hf.experts import DEFAULT_IMPLEMENTATION, IMPLEMENTATION
@@ -315,7 +319,7 @@ def _choose_implementation(model: nn.Module) -> None:
             choose_experts_implementation(config, IMPLEMENTATION)
 
 
-def _warn(refused: Mapping[str, str]) -> None:
+def warn_refused(refused: Mapping[str, str]) -> None:
     """Warn once a reason, naming the modules that were left as they were."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in refused.items():

@@ -101,6 +101,25 @@ def test_skipped_modules_stay_float_and_reload_so(tmp_path: Path, config: Int8Mo
     assert torch.equal(second.gate_up_proj, plain.gate_up_proj)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        Int8MoeConfig(skip=("model.layers.1", "*.9.*"), modules_to_not_convert=["lm_head"]),
+        Int8MoeConfig(skip="*.9.*", modules_to_not_convert=["model.layers.1", "lm_head"]),
+    ],
+)
+def test_outer_modules_are_skipped_and_one_warning_names_the_rest(
+    tmp_path: Path, config: Int8MoeConfig
+):
+    model = float_model(tmp_path, "qwen3_moe")
+    with pytest.warns(UserWarning, match="skip, modules_to_not_convert:") as caught:
+        loaded = type(model).from_pretrained(tmp_path, quantization_config=config)
+    (message,) = (str(w.message) for w in caught if "matches" in str(w.message))
+    assert message.endswith("matches '*.9.*', 'lm_head'")
+    first, second = (module for _, module in find_experts(loaded))
+    assert record_of(first) is not None and record_of(second) is None
+
+
 def test_everything_else_is_bitwise_as_before(tmp_path: Path):
     model = float_model(tmp_path / "float", "qwen3_moe")
     config = Int8MoeConfig()

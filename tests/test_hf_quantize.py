@@ -137,6 +137,27 @@ def test_skip_by_pattern_and_completion_afterwards() -> None:
     assert experts[0].gate_up_proj.data_ptr() == first
 
 
+@pytest.mark.parametrize("outer", ["model.layers.1", "model.layers.1.mlp", "*.1"])
+def test_skipping_a_module_skips_the_experts_inside(outer: str) -> None:
+    model = hf_models.build_model("qwen3_moe")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantize_(model, skip=outer)
+    first, second = experts_of(model)
+    assert record_of(first) is not None and record_of(second) is None
+    assert outer in (reason_of(second) or "")
+
+
+def test_one_warning_names_the_patterns_that_match_nothing() -> None:
+    model = hf_models.build_model("qwen3_moe")
+    with pytest.warns(UserWarning, match="skip:") as caught:
+        quantize_(model, skip=("layers.1", "model.layers.1", "lm_head", "*.layers.7.*"))
+    (warning,) = caught
+    assert str(warning.message).endswith("matches 'layers.1', 'lm_head', '*.layers.7.*'")
+    assert warning.filename == __file__
+    assert [record_of(module) is not None for module in experts_of(model)] == [True, False]
+
+
 def test_two_schemes_in_one_model_through_skip() -> None:
     model = hf_models.build_model("mixtral")
     quantize_(model, "w8a8", skip="*.layers.1.*")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,14 +10,16 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoint_config import OURS
 from ..schemes import SCHEMES, Scheme, parse_scheme
+from ..skip import matching_part, matching_pattern
 
 
 class Int8MoeConfig(QuantizationConfigMixin):
     """Ask for INT8 experts while a float checkpoint is being loaded.
 
     scheme: as for quantize_, but "w8a8_static", which needs calibration on a loaded model.
-    skip: fnmatch patterns of module names. modules_to_not_convert: names, or parts of names between
-    dots, in transformers' own manner. Both leave experts modules in float.
+    skip: fnmatch patterns of the names of experts modules, or of modules around them.
+    modules_to_not_convert: names, or parts of names between dots, in transformers' own manner. Both
+    leave experts modules in float; one warning names what matches nothing.
 
     Raises ValueError for a scheme that is not known, or that its name alone does not describe.
     """
@@ -46,13 +47,18 @@ class Int8MoeConfig(QuantizationConfigMixin):
 
     def skips(self, name: str) -> str | None:
         """Return the pattern that leaves a module out, None if none does."""
-        for pattern in self.skip:
-            if fnmatch.fnmatchcase(name, pattern):
-                return pattern
-        for part in self.modules_to_not_convert:
-            if f".{part}." in f".{name}.":
-                return part
-        return None
+        return matching_pattern(name, self.skip) or matching_part(name, self.modules_to_not_convert)
+
+    def unmatched(self, names: Sequence[str]) -> list[str]:
+        """Return the patterns of either argument that leave out none of some modules."""
+        return [
+            *(p for p in self.skip if all(matching_pattern(n, [p]) is None for n in names)),
+            *(
+                part
+                for part in self.modules_to_not_convert
+                if all(matching_part(n, [part]) is None for n in names)
+            ),
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as they stand in a config.json."""

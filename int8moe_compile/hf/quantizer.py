@@ -15,6 +15,7 @@ from ..checkpoint_config import read_config
 from ..checkpoint_files import read_headers
 from ..errors import CheckpointError
 from ..schemes import INT8_STATIC_TENSOR
+from ..skip import warn_unmatched
 from .checkpoint_online import plan_online
 from .checkpoint_plan import LoadPlan, Planner
 from .checkpoint_resolve import Names
@@ -24,6 +25,7 @@ from .checkpoint_values import check_rest, check_values
 from .config import Int8MoeConfig
 from .discovery import find_experts, weight_names
 from .record import ExpertsRecord, keep_reason, keep_record, record_of
+from .unsupported import find_unsupported
 from .view import SCALE, install, is_complete, keep_without_gradient, put_weight
 
 log = logging.getLogger(__name__)
@@ -98,6 +100,8 @@ class Int8MoeQuantizer(HfQuantizer):
         else:
             online: Any = self.quantization_config
             self._plan = plan_online(model, names, entries, online, directory, self._device)
+            experts = [name for name, _ in (*find_experts(model), *find_unsupported(model))]
+            warn_unmatched("skip, modules_to_not_convert", online.unmatched(experts))
         self._prepare(model)
         routes = self._plan.routes
         return [PlannedRenaming(routes), PlannedConverter(routes), *weight_conversions]
@@ -125,7 +129,7 @@ class Int8MoeQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Check that everything came, and finish the modules as quantize_ does."""
-        from ..quantization import _choose_implementation, _warn
+        from ..quantization import choose_implementation, warn_refused
 
         for path, record in self._plan.records.items():
             module = model.get_submodule(path)
@@ -135,8 +139,8 @@ class Int8MoeQuantizer(HfQuantizer):
                 keep_without_gradient(getattr(module, name))
         for path, reason in (self._plan.reasons | self._plan.skipped).items():
             keep_reason(model.get_submodule(path), reason)
-        _choose_implementation(model)
-        _warn(self._plan.reasons)
+        choose_implementation(model)
+        warn_refused(self._plan.reasons)
         if self._plan.dequantised:
             kept = [name for name in self._plan.dequantised if name not in self._plan.reasons]
             log.warning(
