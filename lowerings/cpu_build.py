@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -73,13 +74,17 @@ def load() -> Library:
     return Library(run, loaded.int8moe_lanes().decode())
 
 
-def find_compiler() -> str:
-    """Return CXX when it is set, else g++, clang++ or c++. Raises BuildError when none is there."""
+def find_compiler() -> list[str]:
+    """Return the command in CXX when it is set ("ccache g++", too), else g++, clang++ or c++.
+
+    Raises BuildError when none is there.
+    """
     named = os.environ.get("CXX")
     for name in [named] if named else ["g++", "clang++", "c++"]:
-        path = shutil.which(name)
+        program, *options = shlex.split(name)
+        path = shutil.which(program)
         if path is not None:
-            return path
+            return [path, *options]
     raise BuildError(f"no C++ compiler found (CXX={named!r})")
 
 
@@ -103,8 +108,8 @@ def built() -> Path:
         raise BuildError("the C++ kernel is not built on Windows")
     compiler = find_compiler()
     flags = [*FLAGS, MACHINE_FLAGS.get(platform.machine(), "-march=native")]
-    macros = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull])
-    key = hashlib.sha256("\0".join([compiler, *flags, macros]).encode())
+    macros = _run([*compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull])
+    key = hashlib.sha256("\0".join([*compiler, *flags, macros]).encode())
     for path in sorted(SOURCES.iterdir()):
         if path.suffix in (".h", ".cpp"):
             key.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -118,11 +123,11 @@ def built() -> Path:
     return library
 
 
-def _compile(compiler: str, flags: list[str], library: Path) -> None:
+def _compile(compiler: list[str], flags: list[str], library: Path) -> None:
     """Compile into a temporary file beside the library, then rename: nobody sees half a file."""
     handle, name = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(handle)
-    command = [compiler, *flags, str(MAIN), "-o", name]
+    command = [*compiler, *flags, str(MAIN), "-o", name]
     try:
         try:
             _run([*command, OPENMP])

@@ -26,11 +26,12 @@ def lower(
     activation_quant: str = "token",
     a_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
-    """Lower codes [E,N,H] and scale [E,N], [E,1] or [E,2] (with a trailing 1 or not)."""
+    """Lower codes [..., N, H] and scale [..., N], [..., 1] or [..., 2], each with a 1 more or not."""
     registry.marker_lowered()
     load_code, load_scale = codes.make_loader(), scale.make_loader()
-    rows, columns = codes.get_size()[1], scale.get_size()[1]
-    trailing = [0] * (len(scale.get_size()) - 2)
+    leading = len(codes.get_size()) - 2
+    rows, columns = codes.get_size()[leading], scale.get_size()[leading]
+    trailing = [0] * (len(scale.get_size()) - leading - 1)
 
     def column(row: Any) -> Any:
         if columns == rows:
@@ -38,9 +39,9 @@ def lower(
         return 0 if columns == 1 else row // (rows // 2)
 
     def value(index: Sequence[Any]) -> Any:
-        expert, row, _ = index
+        *outer, row, _ = index
         code = ops.to_dtype(load_code(index), torch.float32)
-        product = ops.mul(code, load_scale([expert, column(row), *trailing]))
+        product = ops.mul(code, load_scale([*outer, column(row), *trailing]))
         # Also where what follows is fused in, and would otherwise go on with fp32.
         return ops.to_dtype(product, dtype, use_compute_types=False)
 

@@ -47,7 +47,7 @@ def lower(call: Any) -> ir.TensorBox:
     """Lower one call on a CUDA device to loop IR, routing launches and two templates."""
     hidden = call.hidden_states
     dtype = result_dtype(call)
-    tokens, top_k = call.topk_ids.get_size()
+    tokens, top_k = routing_size(call)
     if V.graph.sizevars.statically_known_equals(tokens * top_k, 0) or static(call.w13)[0] == 0:
         full = lowering.lowerings[torch.ops.aten.full.default]
         empty: ir.TensorBox = full(hidden.get_size(), 0, dtype=dtype, device=hidden.get_device())
@@ -60,7 +60,7 @@ def lower(call: Any) -> ir.TensorBox:
     # With one slot the sum would become an epilogue of the product, whose tiles hold live rows
     # only: the rows of tokens without an expert would stay unwritten.
     V.graph.no_fuse_buffer_names.add(parts.get_name())
-    return row_ir.combine(parts, layer.plan.local, hidden.get_size(), int(top_k))
+    return row_ir.combine(parts, layer.plan.local, hidden.get_size(), top_k)
 
 
 def result_dtype(call: Any) -> torch.dtype:
@@ -77,13 +77,19 @@ def static(x: Any) -> list[int]:
     return [int(V.graph.sizevars.guard_int(size)) for size in x.get_size()]
 
 
+def routing_size(call: Any) -> tuple[Any, int]:
+    """Return T and K; K is a constant of the kernels, so that a symbolic one gets a guard."""
+    tokens, top_k = call.topk_ids.get_size()
+    return tokens, int(V.graph.sizevars.guard_int(top_k))
+
+
 def describe(call: Any, dtype: torch.dtype) -> Layer:
     """Choose tiles for a call and put its routing into the graph."""
     hidden = call.hidden_states
     num_experts, rows, depth = static(call.w13)
     panels = 2 if call.gated else 1
     is_float = call.activation_quant == "none"
-    tokens, top_k = call.topk_ids.get_size()
+    tokens, top_k = routing_size(call)
     contributions = likely_size(tokens * top_k)
     bytes_up = hidden.get_dtype().itemsize if is_float else 1
     bytes_down = dtype.itemsize if is_float else 1
@@ -179,13 +185,13 @@ def _product(
     inputs += [codes, scale]
     inputs += [] if bias is None else [ir.ExternKernel.require_contiguous(bias)]
     inputs += [*extra, layer.plan.order, layer.plan.tiles]
-    tokens, top_k = layer.call.topk_ids.get_size()
+    tokens, top_k = routing_size(layer.call)
     shared = {
         "INTEGER": rows.scale is not None,
         "HAS_ROW_SCALE": rows.is_scale_per_row,
         "HAS_BIAS": bias is not None,
         "SCALE_COLUMNS": repr(scale_columns(static(scale)[1], static(codes)[1])),
-        "TOP_K": int(top_k),
+        "TOP_K": top_k,
         "DEPTH": product.depth,
         "WIDTH": product.width,
         "EXPERTS": product.experts,
@@ -202,7 +208,7 @@ def _product(
         layer.dtype,
         found,
         {**meta, **shared},
-        bench_inputs.generators(len(inputs), product, tile.block_m, int(top_k)),
+        bench_inputs.generators(len(inputs), product, tile.block_m, top_k),
     )
 
 

@@ -107,7 +107,8 @@ def shared_memory(tile: Tile, product: Product, device: DeviceFacts) -> int:
     """
     row_bytes = tile.block_m * product.a_bytes + tile.block_n * product.panels
     major = (device.capability or (0, 0))[0]
-    is_asynchronous = major in ASYNC_MAJORS and tile.block_m >= ASYNC_M
+    # ROCm devices have a capability, too: gfx942 says (9, 4).
+    is_asynchronous = major in ASYNC_MAJORS and not is_rocm(device) and tile.block_m >= ASYNC_M
     buffers = max(1, tile.num_stages - (0 if is_asynchronous else 1))
     return buffers * row_bytes * tile.block_k
 

@@ -87,10 +87,10 @@ def experts(call: ExpertsArguments) -> Tensor:
     top_k = call.topk_ids.shape[1]
     dtype = call.result_dtype
     local = local_experts(call.topk_ids, call.w13.shape[0], call.expert_map)
-    contributions = torch.zeros((tokens * top_k, hidden), dtype=dtype)
+    contributions = torch.zeros((tokens * top_k, hidden), dtype=dtype, device=local.device)
     if bool((local >= 0).any()):
         _fill_contributions(call, local, contributions)
-    total = torch.zeros((tokens, hidden), dtype=torch.float32)
+    total = torch.zeros((tokens, hidden), dtype=torch.float32, device=local.device)
     for slot in range(top_k):
         total += contributions.view(tokens, top_k, hidden)[:, slot]
     return total.to(dtype)

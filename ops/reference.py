@@ -30,7 +30,7 @@ def experts(*args: Any, precision: torch.dtype = torch.float32, **kwargs: Any) -
     dtype = call.result_dtype
 
     rows, scales = _first_rows(call, live, precision)
-    h = torch.zeros((tokens, top_k, call.intermediate_size), dtype=dtype)
+    h = torch.zeros((tokens, top_k, call.intermediate_size), dtype=dtype, device=local.device)
     for expert in range(call.w13.shape[0]):
         token, slot = torch.where(local == expert)
         row_scales = None if scales is None else scales.expand(tokens, 1)[token]
@@ -48,7 +48,9 @@ def experts(*args: Any, precision: torch.dtype = torch.float32, **kwargs: Any) -
         ).to(dtype)
 
     h_rows, h_scales = _second_rows(call, h, live)
-    contributions = torch.zeros((tokens, top_k, call.w13.shape[2]), dtype=dtype)
+    contributions = torch.zeros(
+        (tokens, top_k, call.w13.shape[2]), dtype=dtype, device=local.device
+    )
     for expert in range(call.w2.shape[0]):
         token, slot = torch.where(local == expert)
         row_scales = None if h_scales is None else h_scales[token, slot]
@@ -60,7 +62,7 @@ def experts(*args: Any, precision: torch.dtype = torch.float32, **kwargs: Any) -
             product = product * call.topk_weights[token, slot].to(precision).unsqueeze(-1)
         contributions[token, slot] = product.to(dtype)
 
-    total = torch.zeros((tokens, call.w13.shape[2]), dtype=precision)
+    total = torch.zeros((tokens, call.w13.shape[2]), dtype=precision, device=local.device)
     for slot_index in range(top_k):
         total = total + contributions[:, slot_index].to(precision)
     return total.to(dtype)
@@ -86,8 +88,8 @@ def _second_rows(call: ExpertsArguments, h: Tensor, live: Tensor) -> tuple[Tenso
     """Return what enters w2: [T,K,I] codes with fp32 scales [T,K,1], or floats and None."""
     if call.activation_quant == "none":
         return h, None
-    codes = torch.zeros(h.shape, dtype=torch.int8)
-    scales = torch.ones((*live.shape, 1), dtype=torch.float32)
+    codes = torch.zeros(h.shape, dtype=torch.int8, device=h.device)
+    scales = torch.ones((*live.shape, 1), dtype=torch.float32, device=h.device)
     if bool(live.any()):
         codes[live], live_scales = quantize_activations(
             h[live], call.activation_quant, call.a2_scale

@@ -44,7 +44,7 @@ def block(**options: Any) -> Callable[..., torch.Tensor]:
     return function
 
 
-def shapes(T: int | str, K: int = 2, *, has_bias: bool = False) -> list[Shape]:
+def shapes(T: int | str, K: int | str = 2, *, has_bias: bool = False) -> list[Shape]:
     """Return the shapes of a block's inputs: hidden 512, intermediate 256, 8 experts."""
     H, I, E = 512, 256, 8  # noqa: E741
     inputs: list[Shape] = [
@@ -118,6 +118,12 @@ def test_one_slot_leaves_no_row_unwritten() -> None:
     """With K = 1 the sum must not become the epilogue of a product that skips dead rows."""
     source = generated_source(block(), shapes(64, K=1), tokens=64)
     assert launch_order(source)[-1] == COMBINE
+
+
+def test_a_symbolic_number_of_slots_is_made_a_constant() -> None:
+    """With dynamic=True every size of a graph's inputs is a symbol, K too."""
+    source = generated_source(block(), shapes("T", K="K"), tokens=300)
+    assert launch_order(source)[-2:] == [PRODUCT, COMBINE]
 
 
 def test_no_tokens_launch_nothing_of_ours() -> None:

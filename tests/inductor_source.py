@@ -107,18 +107,22 @@ def generated_source(
 ) -> str:
     """Return the wrapper that Inductor writes for a function of CUDA tensors.
 
-    A size "T" is a symbol whose hint is tokens. Nothing is compiled, run or timed.
+    A size "T" is a symbol whose hint is tokens, "K" one whose hint is 2. Nothing is compiled,
+    run or timed.
     """
     environment = ShapeEnv()
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
-    symbol = environment.create_symintnode(
-        environment.create_symbol(tokens, ConstantSource("T"), DimDynamic.DYNAMIC),
-        hint=tokens,
-        source=ConstantSource("T"),
-    )
+    symbols = {
+        name: environment.create_symintnode(
+            environment.create_symbol(hint, ConstantSource(name), DimDynamic.DYNAMIC),
+            hint=hint,
+            source=ConstantSource(name),
+        )
+        for name, hint in (("T", tokens), ("K", 2))
+    }
     with pretend_cuda(arch), mode, torch.no_grad():
         inputs = [
-            torch.empty([symbol if s == "T" else s for s in size], dtype=dtype, device="cuda")
+            torch.empty([symbols.get(s, s) for s in size], dtype=dtype, device="cuda")
             for size, dtype in shapes
         ]
         traced = make_fx(function, select_decomp_table(), tracing_mode="fake")(*inputs)

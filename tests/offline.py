@@ -52,7 +52,8 @@ class Launch:
 
 def facts_of(arch: str) -> DeviceFacts:
     """Return made-up facts of a GPU of an architecture."""
-    capability = None
+    # What torch says of them: gfx942 has the capability (9, 4), which is not Hopper's.
+    capability = {"gfx942": (9, 4), "gfx950": (9, 5)}.get(arch)
     if arch.startswith("sm_"):
         number = int(arch[3:])
         capability = (number // 10, number % 10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import stat
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 @needs_compiler
 def test_processes_that_start_together_share_one_library(tmp_path: Path) -> None:
     compiler = cpu_build.find_compiler()
-    count = f'echo "$*" >> {tmp_path}/calls\nexec {compiler} "$@"'
+    count = f'echo "$*" >> {tmp_path}/calls\nexec {shlex.join(compiler)} "$@"'
     counting = script(tmp_path / "counting", count)
     cache = tmp_path / "cache"
     processes = [start(cache, CXX=counting) for _ in range(2)]
@@ -116,3 +117,8 @@ def test_instruction_sets_give_the_same_bits(
     monkeypatch.setattr(cpu_build, "kernel", lambda: portable.run)
     for case, bits in zip(cases, wanted, strict=True):
         assert torch.equal(case.run(), bits)
+
+
+def test_a_named_compiler_may_have_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", f"{sys.executable} -m 'some compiler'")
+    assert cpu_build.find_compiler() == [sys.executable, "-m", "some compiler"]

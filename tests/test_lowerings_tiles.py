@@ -27,7 +27,9 @@ TOKENS = (1, 2, 16, 64, 256, 1024, 4096, 8192)
 
 
 def facts(arch: str) -> DeviceFacts:
-    capability = (int(arch[3:-1]), int(arch[-1])) if arch.startswith("sm_") else None
+    digits = arch.removeprefix("sm_").removeprefix("gfx")
+    number = digits[:2] if arch.startswith("gfx") else digits
+    capability = (int(number[:-1]), int(number[-1]))
     return DeviceFacts("cuda", capability, arch, LIMITS[arch], 100)
 
 

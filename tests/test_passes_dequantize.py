@@ -39,6 +39,8 @@ def weight(columns: int | None, trailing: bool) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_lowered_code_gives_eager_bits(dtype: torch.dtype) -> None:
     scales = [weight(columns, trailing) for columns in (None, 1, 2) for trailing in (False, True)]
+    codes, scale = weight(2, trailing=False)
+    scales += [(codes[0], scale[0]), (codes[None], scale[None])]  # [N,H] and [A,E,N,H]
 
     def function(*tensors: Tensor) -> list[Tensor]:
         results = []
