@@ -42,6 +42,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Needs transformers, which importing this package must not.
     if name == "Int8MoeConfig":
+        from .compat import require_transformers
+
+        require_transformers()
         from .hf import Int8MoeConfig
 
         return Int8MoeConfig

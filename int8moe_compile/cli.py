@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compat import require_transformers
 from .ops.schema import ACTIVATION_QUANTS
 from .schemes import parse_scheme, scheme_names
 
@@ -22,7 +23,8 @@ CALIBRATION_ROWS = 64
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand that the arguments name; return the process's exit status.
 
-    A fault of the user's is one line on stderr and status 1; anything else is a traceback.
+    A fault of the user's, or a missing package, is one line on stderr and status 1; anything else
+    is a traceback.
     """
     parsed = parser().parse_args(arguments)
     try:
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # transformers caches its version checks; harmless, and ten lines each.
             warnings.filterwarnings("ignore", message=".*functools.lru_cache")
             parsed.run(parsed)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"int8moe: {error}", file=sys.stderr)
         return 1
     return 0
@@ -210,6 +212,7 @@ def _quantize_in_memory(parsed: argparse.Namespace) -> None:
 
 def _load(source: str, device: str) -> Any:
     """Load a checkpoint in its own dtype."""
+    require_transformers()
     from transformers import AutoModelForCausalLM
 
     from . import hf  # noqa: F401  so that INT8 checkpoints load too
@@ -220,6 +223,7 @@ def _load(source: str, device: str) -> Any:
 
 def _tokenizer(source: str) -> Any | None:
     """Return a checkpoint's tokenizer, None if it has none."""
+    require_transformers()
     from transformers import AutoTokenizer
 
     try:

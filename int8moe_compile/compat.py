@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
+
+# As in the extra "hf" of pyproject.toml.
+LEAST_TRANSFORMERS: Final = (5, 10)
 
 
 def below_autograd() -> AbstractContextManager[None]:
@@ -273,3 +278,25 @@ def loader_placement(job: Any) -> tuple[torch.device | str | None, torch.dtype |
     if not {"device", "dtype"} <= set(held) or held.get("sharding_op") is not None:
         return None
     return held["device"], held["dtype"]
+
+
+def require_transformers() -> None:
+    """Raise ImportError with the way out where transformers is missing or too old; imports nothing.
+
+    Removable when transformers becomes a dependency instead of an extra.
+    """
+    least = ".".join(map(str, LEAST_TRANSFORMERS))
+    found = "none"
+    if importlib.util.find_spec("transformers") is not None:
+        try:
+            found = importlib.metadata.version("transformers")
+        except importlib.metadata.PackageNotFoundError:
+            return  # a source tree without metadata: taken at its word
+        release = re.match(r"(\d+)\.(\d+)", found)
+        if release is None or tuple(map(int, release.groups())) >= LEAST_TRANSFORMERS:
+            return
+    raise ImportError(
+        f"transformers: wanted {least} or newer, got {found}; "
+        'pip install "int8moe_compile[hf]" installs it',
+        name="transformers",
+    )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .compat import require_transformers
 from .ops.checks import FLOATS
 from .ops.quantize import quantize_weight
 from .oracle import MoeProblem, select_int8_moe_backend
@@ -49,7 +50,9 @@ def quantize_(
 
     Raises ValueError: no experts module in the model, an unknown scheme, a weight on the meta
     device, another scheme than the one a module has, calibration missing or superfluous.
+    ImportError: transformers is missing or too old.
     """
+    require_transformers()
     # Importing it imports transformers, which a bare import of the package must not do.
     from .hf import attach_quantizer, find_experts
     from .hf.unsupported import find_unsupported
