@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .compat import require_transformers
 from .oracle import MoeProblem, select_int8_moe_backend
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     pass, without making code, runs it once under no_grad, and says which layers the pass
     rewrote. That forgets what was compiled before (torch.compiler.reset).
     """
+    require_transformers()
     from . import passes
     from .hf import find_experts
     from .hf.unsupported import find_unsupported
