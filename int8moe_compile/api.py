@@ -43,7 +43,8 @@ def disable() -> None:
 def enabled(backend: str = "auto") -> Iterator[None]:
     """Enable within a block, and return to what was before it; blocks may be nested.
 
-    The first call of a compiled model, which compiles it, belongs inside the block.
+    Every call of the compiled model belongs inside the block: leaving it forgets what was
+    compiled (torch.compiler.reset), and a call behind it compiles again as set there.
     """
     outer = passes.installed()
     enable(backend)

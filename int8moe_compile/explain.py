@@ -60,7 +60,8 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     Without inputs: from the modules alone, whether quantised, and what the oracle says. With
     inputs (those of ``model(*args, **kwargs)``): compiles the model for them as far as the graph
     pass, without making code, runs it once under no_grad, and says which layers the pass
-    rewrote. That forgets what was compiled before (torch.compiler.reset).
+    rewrote; other passes that the user installed in its place run before it, as when compiling.
+    That forgets what was compiled before (torch.compiler.reset).
     """
     require_transformers()
     from . import passes
@@ -152,10 +153,14 @@ def _compile(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], backend: str
 ) -> list[Outcome]:
     """Capture the graphs of one call and return what the pass did with them."""
+    from torch._inductor import config
+
+    from . import passes
     from .passes.capture import capture_backend
     from .passes.joint import ExpertsPass
 
-    experts_pass = ExpertsPass(backend, raises=False)
+    before = passes.without_ours(config.joint_custom_pre_pass)
+    experts_pass = ExpertsPass(backend, before, raises=False)
     torch.compiler.reset()
     try:
         with torch.no_grad():

@@ -272,3 +272,26 @@ def test_explain_shows_a_named_backend_that_refuses() -> None:
         for inputs in ((), hf_models.routed()):
             (layer,) = int8moe_compile.explain(experts, *inputs)
             assert not layer.accepted and "needs a CUDA or ROCm device" in str(layer.reason)
+
+
+def test_explain_runs_the_passes_that_were_there_and_does_not_warn() -> None:
+    notices.forget()
+    experts, other = quantised(), Other()
+    experts.config._experts_implementation = "eager"
+    config.joint_custom_pre_pass = other
+    with int8moe_compile.enabled(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        int8moe_compile.explain(experts, *hf_models.routed())
+    assert sum(other.seen) > 0
+    assert not [w for w in caught if "run dequantised" in str(w.message)]
+
+
+def test_a_pass_derived_from_ours_is_installed() -> None:
+    class Derived(ExpertsPass):
+        """Somebody's version of our pass."""
+
+    config.joint_custom_pre_pass = Derived("cpu")
+    active = passes.installed()
+    assert active is config.joint_custom_pre_pass
+    int8moe_compile.disable()
+    assert config.joint_custom_pre_pass is None

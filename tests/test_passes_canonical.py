@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from int8moe_compile.compat import trace_functional
-from int8moe_compile.passes.canonical import Canon, Sizes, digest, text, value
+from int8moe_compile.passes.canonical import Canon, Sizes, UnknownSizeError, digest, text, value
 
 SHAPE = (6, 8)
 
@@ -123,3 +123,38 @@ def test_symbols_become_distinct_primes() -> None:
 
 def test_a_node_without_a_fake_value_is_none() -> None:
     assert value(fx.Graph().placeholder("x")) is None
+
+
+def test_symbols_of_short_ranges_stay_distinct() -> None:
+    sizes, seen = Sizes(), []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        fakes = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+        seen.extend(sizes.shape(fake)[0] for fake in fakes if isinstance(fake, Tensor))
+        return gm.forward
+
+    a, b, c = torch.rand(4, 3), torch.rand(5, 3), torch.rand(6, 3)
+    for tensor, highest in ((a, 16), (b, 16), (c, 15)):
+        torch._dynamo.mark_dynamic(tensor, 0, min=2, max=highest)
+    torch._dynamo.reset()
+    torch.compile(lambda *given: [g + 1 for g in given], backend=backend)(a, b, c)
+    assert seen == [16, 15, 14]
+
+
+def test_the_shape_of_a_node_without_a_fake_value_is_unknown() -> None:
+    with pytest.raises(UnknownSizeError, match="a node has no recorded value"):
+        Sizes().shape(value(fx.Graph().placeholder("x")))
+
+
+def test_reshapes_with_keyword_arguments_have_the_same_form() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(SHAPE)
+    spellings = [
+        graph.call_function(torch.ops.aten.view.default, (x, [48])),
+        graph.call_function(torch.ops.aten.view.default, (), {"self": x, "size": [48]}),
+    ]
+    for node in spellings:
+        node.meta["val"] = torch.empty(48)
+    canon = Canon(graph)
+    assert canon.source(spellings[0]) is canon.source(spellings[1])

@@ -302,3 +302,71 @@ def test_the_sorted_ids_may_be_used_elsewhere() -> None:
     assert len(got.calls(EXPERTS)) == 1 and not got.calls(MARKER)
     assert torch.equal(got.result[0], eager(experts, *inputs))
     assert got.result[1][-1] == inputs[1].numel()
+
+
+@pytest.mark.parametrize("where", ["ids", "weights", "marker", "slots", "output"])
+def test_a_pass_before_that_records_no_values_does_no_harm(where: str) -> None:
+    """A view without meta["val"] at any place: left alone with a reason, or rewritten and right."""
+    experts, inputs = build(), hf_models.routed()
+    with_view: list[tuple[torch.fx.Node, Tensor]] = []
+
+    def adds_a_view(graph: torch.fx.Graph) -> None:
+        nodes = list(graph.nodes)
+        total = next(node for node in nodes if node.target is torch.ops.aten.sum.dim_IntList)
+        slots = total.args[0]
+        total.args, total.kwargs = (), {"self": slots, "dim": [1]}
+        routing = [
+            n for n in nodes if n.op == "placeholder" and n.meta["val"].shape == inputs[1].shape
+        ]
+        node = {
+            "ids": next(n for n in routing if not n.meta["val"].is_floating_point()),
+            "weights": next(n for n in routing if n.meta["val"].is_floating_point()),
+            "marker": [n for n in nodes if n.target is MARKER][-1],
+            "slots": slots,
+            "output": total,
+        }[where]
+        with graph.inserting_after(node):
+            size = list(node.meta["val"].shape)
+            view = graph.call_function(torch.ops.aten.view.default, (node, size))
+        node.replace_all_uses_with(view, delete_user_cb=lambda user: user is not view)
+        with_view.append((view, node.meta["val"]))
+
+    class Behind(ExpertsPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            adds_a_view(graph)
+            super().__call__(graph)
+            for view, fake in with_view:  # Inductor itself needs the value of some
+                view.meta["val"] = fake
+
+    got = run(experts, *inputs, experts_pass=Behind())
+    assert with_view and len(got.outcomes) == 1
+    if got.calls(EXPERTS):
+        assert torch.equal(got.result, eager(experts, *inputs))
+    else:
+        assert got.reasons[0]
+        assert torch.equal(got.result, run(experts, *inputs, experts_pass=Nothing()).result)
+
+
+def test_a_value_error_inside_the_check_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the refusal of a named backend stops a compilation."""
+
+    def fails(*_: Any) -> Any:
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr("int8moe_compile.passes.checks.full_pattern", fails)
+    got = assert_left_alone(build(), "failed: ValueError: no such thing")
+    assert len(got.outcomes) == 1
+
+
+def test_layers_left_alone_warn_once_a_reason() -> None:
+    def warned(experts_pass: ExpertsPass) -> list[str]:
+        experts, inputs = build(implementation="eager"), hf_models.routed()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                run(experts, *inputs, fullgraph=False, experts_pass=experts_pass)
+        return [str(w.message) for w in caught if "run dequantised" in str(w.message)]
+
+    assert warned(ExpertsPass(raises=False)) == []
+    (message,) = warned(ExpertsPass())
+    assert ": INT8 experts run dequantised: the experts run as a Python loop" in message

@@ -18,9 +18,8 @@ def installed() -> ExpertsPass | None:
 
     from .joint import ExpertsPass, as_passes
 
-    return next(
-        (p for p in as_passes(config.joint_custom_pre_pass) if type(p) is ExpertsPass), None
-    )
+    slot = as_passes(config.joint_custom_pre_pass)
+    return next((entry for entry in slot if isinstance(entry, ExpertsPass)), None)
 
 
 def chained(slot: Any, backend: str) -> ExpertsPass:

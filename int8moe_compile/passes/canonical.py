@@ -70,14 +70,16 @@ def is_size(node: fx.Node) -> bool:
 
 
 class UnknownSizeError(Exception):
-    """A symbolic size has no whole number for the numbers chosen for its symbols."""
+    """A size is not known: its node has no value, or no number fits the symbols' numbers."""
 
 
 class Sizes:
     """Turn symbolic sizes into numbers, one distinct prime a symbol.
 
-    A symbol whose range ends below its prime takes the largest value of its range. So the same
-    functions trace with and without symbols, and no two sizes agree by coincidence.
+    A symbol whose range ends below its prime takes the largest value of its range that no other
+    has. So the same functions trace with and without symbols, and no two symbols agree by
+    coincidence unless their ranges leave no choice. One of a short range may agree with a fixed
+    size.
     """
 
     def __init__(self) -> None:
@@ -97,14 +99,25 @@ class Sizes:
             raise UnknownSizeError(f"size {expression} is no whole number for {self._values}")
         return int(result)
 
-    def shape(self, tensor: Tensor) -> tuple[int, ...]:
-        """Return a tensor's shape as numbers."""
+    def shape(self, tensor: Any) -> tuple[int, ...]:
+        """Return a tensor's shape as numbers. Raises UnknownSizeError for a node without a value.
+
+        A pass that ran before may have added nodes and recorded nothing.
+        """
+        if not isinstance(tensor, Tensor):
+            raise UnknownSizeError("a node has no recorded value")
         return tuple(self.number(size) for size in tensor.shape)
 
     def _choose(self, size: SymInt, symbol: Any) -> int:
         prime = next(self._primes)
         allowed = size.node.shape_env.var_to_range.get(symbol)
-        return prime if allowed is None or allowed.upper >= prime else int(allowed.upper)
+        if allowed is None or allowed.upper >= prime:
+            return prime
+        # Sizes 0 and 1 trace differently from all others.
+        lowest = int(max(allowed.lower, 2))
+        candidates = range(int(allowed.upper), lowest - 1, -1)
+        taken = {int(number) for number in self._values.values()}
+        return next((n for n in candidates if n not in taken), int(allowed.upper))
 
 
 class Canon:
@@ -164,7 +177,8 @@ class Canon:
         result = value(node)
         dtype = result.dtype if isinstance(result, Tensor) else None
         if node.target in _RESHAPES:
-            return Form("view", dtype, (self._plain(node.args[0]), self.sizes.shape(result)))
+            operand = dict(bound_arguments(node))["self"]
+            return Form("view", dtype, (self._plain(operand), self.sizes.shape(result)))
         if node.target is aten.slice.Tensor:
             return self._slice(node, dtype)
         if node.target is operator.getitem:

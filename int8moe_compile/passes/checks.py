@@ -19,6 +19,10 @@ class RefusedError(Exception):
     """Leave the region alone; the message is the reason that is kept."""
 
 
+class NamedBackendError(Exception):
+    """The backend that the user named cannot run the region."""
+
+
 @dataclass(frozen=True)
 class Accepted:
     """A region that may be rewritten, the nodes that it replaces, and the backend that runs it."""
@@ -31,8 +35,11 @@ class Accepted:
 def check_region(region: Region, backend: str, order: Mapping[fx.Node, int]) -> Accepted:
     """Accept a region of an unchanged graph. Raises RefusedError with the reason if it may not be.
 
-    Raises ValueError if a backend was named and cannot run it.
+    Raises NamedBackendError if a backend was named and cannot run it.
     """
+    for name, leaf in region.leaves.items():
+        if not isinstance(value(leaf), Tensor):
+            raise RefusedError(f"{leaf.name}, its {name}, has no recorded value")
     inner = inner_nodes(region)
     _check_users(region, inner, order)
     _check_mutations(region, inner, order)
@@ -122,7 +129,7 @@ def _check_same_expression(region: Region) -> None:
 
 
 def _choose_backend(region: Region, backend: str) -> str:
-    """Ask the oracle. ValueError from a named backend goes on to the user."""
+    """Ask the oracle. The refusal of a named backend is for the user, that of all a reason."""
     w13, w2 = (marker_arguments(region.leaves[which]) for which in ("w13", "w2"))
     words = {str(w13["activation_quant"]), str(w2["activation_quant"])}
     if len(words) != 1:
@@ -145,6 +152,8 @@ def _choose_backend(region: Region, backend: str) -> str:
         )
     except NotImplementedError as error:
         raise RefusedError(str(error)) from error
+    except ValueError as error:
+        raise NamedBackendError(str(error)) from error
     return choice.backend
 
 

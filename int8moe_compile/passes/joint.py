@@ -11,10 +11,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from ..compat import compilation_error, computes_gradients
 from ..fingerprint import package_hash
-from .checks import Accepted, RefusedError, check_region
-from .notices import GRADIENTS, warn_once
+from .checks import Accepted, NamedBackendError, RefusedError, check_region
+from .notices import DEQUANTISED, GRADIENTS, warn_once
 from .outcome import Outcome
-from .region import Region, Unmatched, find_regions, is_marker
+from .region import Region, Unmatched, failure, find_regions, is_marker
 from .rewrite import Rewriter
 
 log = logging.getLogger(__name__)
@@ -27,8 +27,9 @@ class ExpertsPass(CustomGraphPass):
     """Run the passes that stood in the same place before, then rewrite experts calls.
 
     backend: "auto" or the name of the one that must run them; if that one refuses, a ValueError,
-    or with raises=False a reason like any other. ``outcomes`` grows by one entry a layer and
-    graph. A second run over a graph finds nothing left to do.
+    or with raises=False, for those who only ask, a reason like any other and no warnings.
+    ``outcomes`` grows by one entry a layer and graph. A second run over a graph finds nothing
+    left to do.
     """
 
     def __init__(self, backend: str = AUTO, before: Any = None, *, raises: bool = True) -> None:
@@ -44,13 +45,17 @@ class ExpertsPass(CustomGraphPass):
         if not any(is_marker(node) for node in graph.nodes):
             return
         if computes_gradients(graph):
-            warn_once(GRADIENTS)
+            if self.raises:
+                warn_once(GRADIENTS)
             self._keep([Outcome("", rewritten=False, reason="the graph computes gradients")])
             return
         order = {node: index for index, node in enumerate(graph.nodes)}
         checked = [self._check(found, order) for found in find_regions(graph)]
         rewriter = Rewriter(graph)
-        self._keep([_rewrite(rewriter, verdict) for verdict in checked])
+        outcomes = [_rewrite(rewriter, verdict) for verdict in checked]
+        self._keep(outcomes)
+        if self.raises:
+            _warn(outcomes)
         rewriter.finish()
         graph.lint()
 
@@ -76,10 +81,13 @@ class ExpertsPass(CustomGraphPass):
             return check_region(found, self.backend, order)
         except RefusedError as refused:
             return Outcome(found.name, rewritten=False, reason=str(refused))
-        except ValueError as error:
+        except NamedBackendError as error:
             if not self.raises:
                 return Outcome(found.name, rewritten=False, reason=str(error))
             raise compilation_error(str(error)) from error
+        except Exception as error:
+            # Hugging Face's code is traced to compare with it, and may raise anything.
+            return Outcome(found.name, rewritten=False, reason=failure(error))
 
     def _keep(self, outcomes: list[Outcome]) -> None:
         for outcome in outcomes:
@@ -90,6 +98,14 @@ class ExpertsPass(CustomGraphPass):
                 log.info("%s: left alone: %s", name, outcome.reason)
             if outcome not in self.outcomes:
                 self.outcomes.append(outcome)
+
+
+def _warn(outcomes: list[Outcome]) -> None:
+    """Warn about layers that stay slow, once a reason."""
+    for outcome in outcomes:
+        if not outcome.rewritten:
+            name, reason = outcome.name or "experts", str(outcome.reason)
+            warn_once(DEQUANTISED.format(name=name, reason=reason), about=reason)
 
 
 def _rewrite(rewriter: Rewriter, verdict: Accepted | Outcome) -> Outcome:

@@ -16,14 +16,16 @@ GRADIENTS: Final = (
     "int8moe_compile leaves a graph alone that computes gradients: INT8 experts are for inference "
     "and run dequantised here. Run the model under torch.inference_mode() or torch.no_grad()."
 )
+DEQUANTISED: Final = "{name}: INT8 experts run dequantised: {reason}"
 
 _given: set[str] = set()
 
 
-def warn_once(message: str) -> None:
-    """Give a warning unless it was given before."""
-    if message not in _given:
-        _given.add(message)
+def warn_once(message: str, about: str | None = None) -> None:
+    """Give a warning unless it, or another about the same, was given before."""
+    about = message if about is None else about
+    if about not in _given:
+        _given.add(about)
         warnings.warn(message, UserWarning, stacklevel=2)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ..structure import Gate, Layout
-from .canonical import Canon, UnknownSizeError, is_size, value
+from .canonical import Canon, UnknownSizeError, bound_arguments, is_size, value
 from .matcher import Binding, Matcher
 from .patterns import (
     IMPLEMENTATIONS,
@@ -97,6 +97,9 @@ def find_regions(graph: fx.Graph) -> list[Region | Unmatched]:
             result: Region | _Miss = _Search(marker, markers, order, canon).run()
         except UnknownSizeError as error:
             result = _Miss(str(error))
+        except Exception as error:
+            # Hugging Face's code is traced to compare with it, and may raise anything.
+            result = _Miss(failure(error))
         if isinstance(result, Region):
             found.append(result)
             explained.update((result.leaves["w13"], result.leaves["w2"]))
@@ -104,6 +107,11 @@ def find_regions(graph: fx.Graph) -> list[Region | Unmatched]:
             misses[marker] = result
     found.extend(_group_misses(misses, explained))
     return found
+
+
+def failure(error: Exception) -> str:
+    """State as a reason that the comparison itself failed."""
+    return f"comparing it with Hugging Face's forward failed: {type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
@@ -167,19 +175,26 @@ class _Search:
         seen = {self._marker}
         while queue and len(seen) < _NEAR:
             _, node = heapq.heappop(queue)
-            if node.target is aten.sum.dim_IntList and node.args[1] == [1]:
-                shape = value(node.args[0]).shape  # type: ignore[arg-type]
-                if len(shape) == 3 and shape[2] == self._shape[1]:
-                    return node
+            if self._sums_slots(node):
+                return node
             for user in node.users:
                 if user not in seen and not is_size(user):
                     seen.add(user)
                     heapq.heappush(queue, (self._order[user], user))
         return None
 
+    def _sums_slots(self, node: fx.Node) -> bool:
+        if node.target is not aten.sum.dim_IntList or not isinstance(value(node), Tensor):
+            return False
+        arguments = dict(bound_arguments(node))
+        slots = value(arguments["self"])
+        if not isinstance(slots, Tensor) or list(arguments["dim"] or ()) != [1]:
+            return False
+        return slots.dim() == 3 and self._canon.sizes.number(slots.shape[2]) == self._shape[1]
+
     def _attempts(self, total: fx.Node) -> Iterator[tuple[fx.Node, str, Layout, Problem]]:
         """List what the call may be, by what kinds of tensors are near it."""
-        slots = total.args[0]
+        slots = dict(bound_arguments(total))["self"]
         assert isinstance(slots, fx.Node), "a sum has a tensor to sum"
         tokens, top_k, _ = self._canon.sizes.shape(value(slots))
         near = _tensors_before(total)
@@ -327,7 +342,9 @@ def _autocasts(
 
 
 def _is_cast(node: fx.Node) -> bool:
-    return node.target is torch.ops.prims.convert_element_type.default
+    """Say whether a node is a cast whose result is known."""
+    is_cast = node.target is torch.ops.prims.convert_element_type.default
+    return is_cast and isinstance(value(node), Tensor)
 
 
 def _tensors_before(output: fx.Node) -> list[fx.Node]:
