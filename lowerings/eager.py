@@ -1,4 +1,4 @@
-"""Eager CUDA calls of int8moe::experts: six or seven Triton launches and no synchronisation.
+"""Eager CUDA calls of int8moe::experts: some Triton launches and no synchronisation.
 
 T tokens, H hidden, I intermediate, E local experts, K experts per token. Arguments are checked.
 """
