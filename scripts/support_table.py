@@ -39,7 +39,8 @@ graph (tests/test_families_models.py).
 
 The structure is also the name of a snapshot in tests/test_families_snapshots.py, the graph that the
 pass leaves. An intended change of the snapshots is accepted with `EXPECTTEST_ACCEPT=1 pytest
-tests/test_families_snapshots.py`, one of this table by running the script; then read the difference.
+tests/test_families_snapshots.py`, one of this table by running the script; then read the
+difference.
 
 """
 
