@@ -26,7 +26,7 @@ def lower(
     activation_quant: str = "token",
     a_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
-    """Lower codes [..., N, H] and scale [..., N], [..., 1] or [..., 2], with a trailing 1 or not."""
+    """Lower codes [..., N, H] and scale [..., N], [..., 1] or [..., 2], a trailing 1 allowed."""
     registry.marker_lowered()
     load_code, load_scale = codes.make_loader(), scale.make_loader()
     leading = len(codes.get_size()) - 2
