@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from .checkpoint_write import quantization_config
 from .errors import CheckpointError
 from .ops.checks import FLOATS
 from .schemes import INT8_STATIC_TENSOR, Scheme
+from .skip import matching_pattern, warn_unmatched
 from .structure import Layout
 
 # How families whose checkpoints hold all experts in one tensor lay it out. Other such families
@@ -100,10 +100,13 @@ def plan_conversion(source: Path, scheme: Scheme, skip: Sequence[str] = ()) -> C
     entries = read_headers(weight_files(source))
     layout = FUSED_LAYOUTS.get(str(config.get("model_type")))
     shards: dict[str, list[Step]] = {}
+    blocks: set[str] = set()
     for key, entry in entries.items():
         name = routed_weight(key, entry)
-        if name is not None and any(fnmatch.fnmatchcase(name.block, text) for text in skip):
-            name = None
+        if name is not None:
+            blocks.add(name.block)
+            if matching_pattern(name.block, skip) is not None:
+                name = None
         step = Step(key, entry, (Output(key, entry.dtype, entry.shape),))
         if name is not None:
             if name.expert is None and layout is None:
@@ -117,6 +120,8 @@ def plan_conversion(source: Path, scheme: Scheme, skip: Sequence[str] = ()) -> C
     steps = [step for file in shards.values() for step in file]
     if not any(step.name is not None for step in steps):
         raise CheckpointError(f"{source}: wanted float weights of routed experts, got none")
+    unused = [text for text in skip if not any(matching_pattern(b, [text]) for b in blocks)]
+    warn_unmatched("skip", unused)
     config["quantization_config"] = _description(steps, scheme, skip)
     frozen = {file: tuple(found) for file, found in shards.items()}
     return Conversion(source, scheme, layout or Layout(), frozen, config)
@@ -163,6 +168,6 @@ def _description(steps: Sequence[Step], scheme: Scheme, skip: Sequence[str]) -> 
             ignore.append(module)
     blocks = {name.block for step in steps if (name := routed_weight(step.key, step.entry))}
     for block in sorted(blocks):
-        if any(fnmatch.fnmatchcase(block, text) for text in skip):
+        if matching_pattern(block, skip) is not None:
             ignore.append(f"re:{re.escape(block)}\\..*")
     return quantization_config([(scheme, ["Linear"])], ignore)

@@ -59,6 +59,19 @@ def test_skipped_blocks_stay_float(tmp_path: Path):
     assert [record_of(module) is None for _, module in find_experts(loaded)] == [False, True]
 
 
+def test_skip_names_outer_modules_and_says_what_it_missed(tmp_path: Path):
+    source = saved(tmp_path / "float")
+    with pytest.warns(UserWarning, match="skip: .*'nothing'"):
+        target = convert_checkpoint(
+            source, tmp_path / "int8", skip=["model.layers.1", "nothing"], progress=False
+        )
+    schemes = [layer.scheme for layer in explain_directory(target, "w8a8", "cpu")]
+    plain = convert_checkpoint(source, tmp_path / "plain", skip="*layers.1*", progress=False)
+    assert len(schemes) == 2
+    for path in sorted(plain.glob("*.safetensors")):
+        assert (target / path.name).read_bytes() == path.read_bytes()
+
+
 def test_it_imports_no_transformers(tmp_path: Path):
     source = saved(tmp_path / "float")
     code = (
