@@ -197,6 +197,18 @@ def test_beside_supported_experts_only_the_others_are_refused() -> None:
     ]
 
 
+def test_decorated_experts_with_a_step_of_their_own_are_refused() -> None:
+    # As muse_spark of transformers 5.24: the operator would leave the norm out without a word.
+    experts = hf_models.build_experts(hf_models.experts_class("MixtralExperts"))
+    experts.post_expert_norm = nn.LayerNorm(hf_models.HIDDEN)
+    experts.has_post_expert_norm = True
+    with pytest.warns(UserWarning, match=r"more than the operator.*post_expert_norm\.weight"):
+        int8moe_compile.quantize_(experts)
+    assert experts.gate_up_proj.dtype == torch.bfloat16
+    (row,) = int8moe_compile.explain(experts)
+    assert not row.accepted and "has_post_expert_norm" in row.reason
+
+
 def test_list_of_expert_modules_is_named() -> None:
     # Models with code of their own keep experts like this.
     model = nn.Module()

@@ -65,6 +65,7 @@ def recognise_gate(module: nn.Module) -> Recognised:
 
     Runs on CPU in fp64, with and for any device or dtype of the module.
     """
+    _refuse_more_than_a_gate(module)
     recorder = _Recorder(module)
     with torch.no_grad():
         try:
@@ -78,6 +79,21 @@ def recognise_gate(module: nn.Module) -> Recognised:
             text = f"its gate cannot be evaluated on probe data: {type(error).__name__}: {error}"
             raise UnknownGateError(text) from error
     return Recognised(gate, interleaved, tuple(sorted(recorder._reads.items(), key=lambda r: r[0])))
+
+
+def _refuse_more_than_a_gate(module: nn.Module) -> None:
+    """Refuse a module with steps beside products, biases and gate, which the operator lacks.
+
+    muse_spark of transformers 5.24 normalises every expert's result, for one.
+    """
+    weights = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    known = {name + suffix for name in weights for suffix in ("", "_bias")}
+    names = (name for name, _ in module.named_parameters())
+    more = [name for name in names if name not in known and not name.startswith("act_fn.")]
+    flags = [n for n, flag in vars(module).items() if n.startswith("has_") and flag is True]
+    more += [name for name in flags if name not in ("has_gate", "has_bias")]
+    if more:
+        raise UnknownGateError(f"it computes more than the operator does: {', '.join(more)}")
 
 
 def still_reads_the_same(module: nn.Module, reads: Reads) -> bool:

@@ -185,6 +185,19 @@ def _trace(
     return Pattern(dict(zip(placeholders, inputs, strict=True)), outputs)
 
 
+class _StandIn(SimpleNamespace):
+    """An experts module for Hugging Face's functions; what it is not told about, it is not.
+
+    Later transformers ask for more properties (5.24: _is_expert_parallel, has_post_expert_norm).
+    A graph of a module that has one of them differs from what is traced here, and is refused.
+    """
+
+    def __getattr__(self, name: str) -> bool:
+        if name.startswith(("has_", "is_", "_is_")):
+            return False
+        raise AttributeError(name)
+
+
 def _hf_forward(
     implementation: str,
     layout: Layout,
@@ -196,7 +209,7 @@ def _hf_forward(
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     w13_name = "gate_up_proj" if problem.gated else "up_proj"
-    module = SimpleNamespace(
+    module = _StandIn(
         num_experts=problem.experts,
         has_gate=problem.gated,
         has_bias=layout.has_bias,
