@@ -22,6 +22,9 @@ CLASSES = hf_models.experts_classes()
 # what is left is the rounding of the activations to int8, and of everything to bf16. Measured over
 # all classes: at most 0.0149, 0.0236, 0.0225, 0.0065. A wrong activation or half gives over 0.1.
 BOUNDS = {"w8a8": 0.02, "w8a8_tensor": 0.03, "w8a8_static": 0.03, "w8a16": 0.01}
+# Classes of later transformers whose gate is one of the operator's, in a spelling that the pass
+# does not know: eager they run in int8, compiled their graph is left as it is.
+LEFT_ALONE = {"BeamExperts": "the activation between the two products"}
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,9 @@ def check(kind: hf_models.ExpertsClass, case: Case, scheme: str = "w8a8") -> Non
     experts.config._experts_implementation = case.implementation
     given = inputs(case)
     captured = run(experts, *given, dynamic=case.dynamic)
+    if kind.name in LEFT_ALONE:
+        assert LEFT_ALONE[kind.name] in str(captured.reasons[0])
+        pytest.xfail(f"left alone by the pass: {captured.reasons[0]}")
     assert_one_call(captured)
     hidden_states, ids, weights = given
     operator = torch.ops.int8moe.experts(
