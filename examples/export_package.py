@@ -50,8 +50,11 @@ def package(model: nn.Module, path: Path, longest: int) -> None:
 
 
 def run(path: Path, ids: Tensor) -> Tensor:
-    """Load a package, for which int8moe_compile must have been imported, and call it."""
-    logits: Tensor = torch._inductor.aoti_load_package(str(path))(ids)
+    """Load a package, for which int8moe_compile must have been imported, and call it.
+
+    A package takes its inputs for contiguous, as the example was, and does not check.
+    """
+    logits: Tensor = torch._inductor.aoti_load_package(str(path))(ids.contiguous())
     return logits
 
 
