@@ -33,7 +33,7 @@ HEAD = """\
 
 Written by `scripts/support_table.py` for transformers {version}; do not edit. {supported} of
 {total} classes that carry transformers' experts decorator are rewritten to one `int8moe.experts` a
-layer, from `grouped_mm` and from `batched_mm`, with static and with dynamic shapes
+layer, from `grouped_mm` and from `batched_mm`, with static shapes (dynamic ones: a sample)
 (tests/test_families_experts.py). Their {models} language models, two layers each, compile to one
 graph (tests/test_families_models.py).
 
