@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .compat import require_transformers
-from .oracle import MoeProblem, select_int8_moe_backend
+from .oracle import select_int8_moe_backend
 
 if TYPE_CHECKING:
     from .hf.record import ExpertsRecord
@@ -127,19 +127,11 @@ def _int8_bytes(module: nn.Module) -> int:
 
 def _ask(module: nn.Module, record: ExpertsRecord, backend: str) -> tuple[str | None, str | None]:
     """Return the backend that the oracle picks for a quantised module, or its reason."""
-    structure, scheme = record.structure, record.scheme
-    w2 = getattr(module, structure.w2_name)
-    top_k = getattr(module.config, "num_experts_per_tok", None)
-    problem = MoeProblem(
-        num_experts=w2.shape[0],
-        top_k=top_k if isinstance(top_k, int) and top_k > 0 else 1,
-        hidden_size=w2.shape[1],
-        intermediate_size=w2.shape[2],
-        dtype=record.dtype,
-        gated=structure.gate.gated,
-        activation=structure.gate.activation,
-        has_bias=structure.layout.has_bias,
-    )
+    from .quantization import problem_of
+
+    scheme = record.scheme
+    w2 = getattr(module, record.structure.w2_name)
+    problem = problem_of(module, record, w2)
     try:
         choice = select_int8_moe_backend(
             problem, scheme.weight_key, scheme.activation_key, backend, w2.device

@@ -212,14 +212,11 @@ def shape_refusal(module: nn.Module, structure: ExpertsStructure) -> str | None:
     return None
 
 
-def oracle_refusal(
-    module: nn.Module, record: ExpertsRecord, device: torch.device | None = None
-) -> str | None:
-    """Ask whether any backend would run the module on a device, by default where it is now."""
+def problem_of(module: nn.Module, record: ExpertsRecord, w2: Tensor) -> MoeProblem:
+    """Describe a module to the oracle; w2: its second weight in our layout [E,H,I]."""
     structure = record.structure
-    w2 = from_hf_layout(getattr(module, structure.w2_name), structure.layout, "w2")
     top_k = getattr(module.config, "num_experts_per_tok", None)
-    problem = MoeProblem(
+    return MoeProblem(
         num_experts=w2.shape[0],
         top_k=top_k if isinstance(top_k, int) and top_k > 0 else 1,
         hidden_size=w2.shape[1],
@@ -229,6 +226,15 @@ def oracle_refusal(
         activation=structure.gate.activation,
         has_bias=structure.layout.has_bias,
     )
+
+
+def oracle_refusal(
+    module: nn.Module, record: ExpertsRecord, device: torch.device | None = None
+) -> str | None:
+    """Ask whether any backend would run the module on a device, by default where it is now."""
+    structure = record.structure
+    w2 = from_hf_layout(getattr(module, structure.w2_name), structure.layout, "w2")
+    problem = problem_of(module, record, w2)
     scheme = record.scheme
     try:
         select_int8_moe_backend(
