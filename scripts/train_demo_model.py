@@ -175,11 +175,8 @@ def train(
             len(stream) - settings.context, (settings.batch, 1), generator=generator, device=device
         )
         rows = stream[starts + offsets]
-        output = model(input_ids=rows[:, :-1], use_cache=False, output_router_logits=True)
-        loss = torch.nn.functional.cross_entropy(
-            output.logits.float().flatten(0, 1), rows[:, 1:].flatten()
-        )
-        total = loss + settings.router_aux_loss_coef * output_aux_loss(model, output)
+        loss, aux_loss = next_byte_losses(model, rows)
+        total = loss + settings.router_aux_loss_coef * aux_loss
         if ranges is not None:
             penalty = ranges.take()
             total = total + settings.range_weight * penalty
@@ -213,6 +210,16 @@ def train(
         "last_train_loss": loss_value,
         "history": history,
     }
+
+
+def next_byte_losses(
+    model: Qwen3MoeForCausalLM, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cross-entropy and load-balancing loss of int64 rows [batch, context + 1]."""
+    output = model(input_ids=rows[:, :-1], use_cache=False, output_router_logits=True)
+    logits = output.logits.float().flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, rows[:, 1:].flatten())
+    return loss, output_aux_loss(model, output)
 
 
 def output_aux_loss(model: Qwen3MoeForCausalLM, output: object) -> torch.Tensor:
@@ -279,16 +286,21 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    """Read the text, train, measure, save, and load again as a user would."""
-    arguments = read_arguments()
-    settings = Settings(
+def chosen_settings(arguments: argparse.Namespace) -> Settings:
+    """Return the training settings with what the command line changes."""
+    return Settings(
         batch=arguments.batch,
         held_out_bytes=arguments.held_out_bytes,
         peak_learning_rate=arguments.peak_learning_rate,
         warmup_steps=arguments.warmup_steps,
         range_weight=arguments.range_weight,
     )
+
+
+def main() -> None:
+    """Read the text, train, measure, save, and load again as a user would."""
+    arguments = read_arguments()
+    settings = chosen_settings(arguments)
     seconds = None if arguments.minutes is None else 60 * arguments.minutes
     budget = Budget(steps=arguments.steps, seconds=seconds)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
