@@ -8,13 +8,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from .checkpoint_files import TensorEntry
+from .checkpoint_names import layer_of, parse_name, place, torchao_parameter
 from .checkpoint_schemes import CheckpointKeys, compressed_tensors_keys, quark_keys
+from .checkpoint_torchao import config_entries, tensor_keys
 from .errors import CheckpointError
 from .schemes import INT8_STATIC_CHANNEL, QuantKey, pair_refusal, parse_scheme
 
 COMPRESSED_TENSORS: Final = "compressed-tensors"
 QUARK: Final = "quark"
 GPTQ: Final = "gptq"
+TORCHAO: Final = "torchao"
+# Format of GPTQ's packed zero points -> what symmetric ones are stored as.
+_PACKED_ZEROS: Final = {"gptq": 127, "gptq_v2": 128}
 OURS: Final = "int8moe"
 # Names under which a configuration may mean several modules that were fused for speed.
 _FUSED: Final[dict[str, tuple[str, ...]]] = {
@@ -31,11 +37,11 @@ _PRESETS: Final[dict[str, tuple[dict[str, Any], dict[str, Any] | None]]] = {
 
 @dataclass(frozen=True)
 class Group:
-    """Hold what applies to the modules that some targets name."""
+    """Hold what applies to the modules that some targets name; keys None: not quantised."""
 
     name: str
     targets: tuple[str, ...]
-    keys: CheckpointKeys
+    keys: CheckpointKeys | None
 
 
 @dataclass(frozen=True)
@@ -43,13 +49,14 @@ class CheckpointConfig:
     """Answer how a module of a checkpoint is quantised.
 
     by_component: entries match any run of name components (Quark) instead of a name or whatever
-    lies below it (compressed-tensors).
+    lies below it (compressed-tensors). packed_zero: how a zero point of 0 is stored (GPTQ).
     """
 
     method: str
     groups: tuple[Group, ...]
     ignore: tuple[str, ...] = ()
     by_component: bool = False
+    packed_zero: int = _PACKED_ZEROS["gptq"]
 
     def keys_of(self, names: Sequence[str], class_name: str = "Linear") -> CheckpointKeys | None:
         """Return the keys of a module under any of its names; None where it is not quantised."""
@@ -83,15 +90,18 @@ class CheckpointConfig:
 
     def claims_experts(self) -> bool:
         """Say whether some group could be int8 experts that this package runs, or must refuse."""
-        return any(concerns_us(group.keys) for group in self.groups)
+        return any(group.keys and concerns_us(group.keys) for group in self.groups)
 
 
 def without_zero_points(keys: CheckpointKeys) -> CheckpointKeys:
-    """Return asymmetric keys as the symmetric ones that they are once every zero point is 0."""
+    """Return asymmetric keys as the symmetric ones that they are once every zero point is 0.
+
+    Dynamic activations have no stored zero points that could be 0; they stay what they are.
+    """
     weight, activation = keys.weight_key, keys.activation_key
     if weight is not None:
         weight = replace(weight, symmetric=True)
-    if activation is not None:
+    if activation is not None and not activation.dynamic:
         activation = replace(activation, symmetric=True)
     return CheckpointKeys(weight, activation, pair_refusal(weight, activation))
 
@@ -160,22 +170,102 @@ def _quark_entry(entry: object) -> CheckpointKeys:
 
 
 def _gptq(config: Mapping[str, Any]) -> CheckpointConfig:
-    """Read the dialect of GPTQ: weight-only codes along the input, one scale a group of inputs."""
-    group_size = config.get("group_size")
-    bits = config.get("bits")
+    """Read the dialect of GPTQ: weight-only codes along the input, one scale a group of inputs.
+
+    ``dynamic`` maps patterns to other settings, or leaves modules out; the first match counts.
+    """
+    word = str(config.get("checkpoint_format") or "gptq").lower()
+    if word not in _PACKED_ZEROS:
+        known = " or ".join(repr(name) for name in _PACKED_ZEROS)
+        raise CheckpointError(
+            f"quantization_config: checkpoint_format: wanted {known}, got {word!r}"
+        )
+    groups = []
+    for pattern, changes in (config.get("dynamic") or {}).items():
+        own = pattern[2:] if pattern.startswith(("-:", "+:")) else pattern
+        keys = None if pattern.startswith("-:") else _gptq_keys({**config, **(changes or {})})
+        groups.append(Group(pattern, (f"re:{own}",), keys))
+    blocks = config.get("modules_in_block_to_quantize")
+    targets = _strings([name for block in blocks for name in block]) if blocks else ("Linear",)
+    groups.append(Group(GPTQ, targets, _gptq_keys(config)))
+    ignore = _strings(config.get("modules_to_not_convert"))
+    return CheckpointConfig(GPTQ, tuple(groups), ignore, True, _PACKED_ZEROS[word])
+
+
+def _gptq_keys(fields: Mapping[str, Any]) -> CheckpointKeys:
+    """Read the settings of GPTQ for some modules.
+
+    With one group the order in which inputs were quantised (desc_act) leaves no trace.
+    """
+    bits, group_size = fields.get("bits"), fields.get("group_size")
     key = replace(
         INT8_STATIC_CHANNEL,
         bits=bits if isinstance(bits, int) else -1,
-        symmetric=config.get("sym") is not False,
+        symmetric=fields.get("sym") is not False,
     )
     if group_size not in (None, -1):
         key = QuantKey("group", bits=key.bits, symmetric=key.symmetric, group_size=group_size)
-    reason = pair_refusal(key, None)
-    if reason is None and config.get("desc_act"):
-        reason = "desc_act: input rows are reordered; only desc_act false is supported"
-    excluded = _strings(config.get("modules_to_not_convert"))
-    keys = CheckpointKeys(key, None, reason)
-    return CheckpointConfig(GPTQ, (Group(GPTQ, ("Linear",), keys),), excluded, by_component=True)
+    return CheckpointKeys(key, None, pair_refusal(key, None))
+
+
+def _torchao(config: Mapping[str, Any]) -> CheckpointConfig:
+    """Read the names that torchao's configuration spells out."""
+    groups = tuple(
+        Group(name, (name,), keys) for name, keys in config_entries(config.get("quant_type"))
+    )
+    return CheckpointConfig(TORCHAO, groups)
+
+
+def with_headers(
+    config: CheckpointConfig, entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]
+) -> CheckpointConfig:
+    """Return what torchao's headers say of the experts, if it is torchao's; else the same.
+
+    Raises CheckpointError for int8 tensors that the headers do not describe, or describe
+    differently than the configuration does.
+    """
+    if config.method != TORCHAO:
+        return config
+    groups = []
+    for key, entry in entries.items():
+        found, tensor = torchao_parameter(key), parse_name(key)
+        if found is None or tensor is None or tensor.part not in ("weight", "scale"):
+            continue
+        name, codes = found
+        if codes not in entries:
+            raise CheckpointError(f"{entry.file}: {place(key)}: wanted {codes} beside it, got none")
+        if codes != key:
+            continue
+        known = _described(name, metadata)
+        if known is None:
+            raise CheckpointError(
+                f"{entry.file}: {place(key)}: wanted torchao's description of {name} in the "
+                "file's header, got none"
+            )
+        keys, said = tensor_keys(metadata[known], entry.shape), config.keys_of([known])
+        if said is not None and said != keys:
+            raise CheckpointError(
+                f"{entry.file}: {place(key)}: quantization_config says {said}, the file's header "
+                f"{keys}"
+            )
+        groups.append(Group(known, (name,), keys))
+    return replace(config, groups=tuple(groups))
+
+
+def _described(name: str, metadata: Mapping[str, str]) -> str | None:
+    """Return the name under which a header describes a parameter of experts.
+
+    Some families rename their tensors as they save them, but not what describes them.
+    """
+    if name in metadata:
+        return name
+    ending = f".experts.{name.rpartition('.')[2]}"
+    alike = [
+        other
+        for other in metadata
+        if other.endswith(ending) and layer_of(other) == layer_of(name) != "?"
+    ]
+    return alike[0] if len(alike) == 1 else None
 
 
 def _ours(config: Mapping[str, Any]) -> CheckpointConfig:
@@ -191,6 +281,7 @@ _READERS: Final[dict[str, Callable[[Mapping[str, Any]], CheckpointConfig]]] = {
     COMPRESSED_TENSORS: _compressed_tensors,
     QUARK: _quark,
     GPTQ: _gptq,
+    TORCHAO: _torchao,
     OURS: _ours,
 }
 

@@ -8,8 +8,15 @@ from typing import Any
 
 import torch
 
-from .checkpoint_config import CheckpointConfig, read_config, without_zero_points
-from .checkpoint_files import TensorEntry, is_dense, read_headers, read_json, weight_files
+from .checkpoint_config import CheckpointConfig, read_config, with_headers, without_zero_points
+from .checkpoint_files import (
+    TensorEntry,
+    is_dense,
+    read_headers,
+    read_json,
+    read_metadata,
+    weight_files,
+)
 from .checkpoint_names import TensorName, parse_name
 from .checkpoint_schemes import CheckpointKeys
 from .explain import Explanation, Layer
@@ -23,6 +30,7 @@ _ACTIVATIONS = {
     "swish": "silu",
     **{name: name for name in ACTIVATIONS},
 }
+_WEIGHTS = ("weight", "packed", "qweight")
 _SIZES = ("num_experts_per_tok", "moe_k", "top_k")
 
 
@@ -38,9 +46,12 @@ def explain_directory(
     """
     directory = Path(path)
     config = read_json(directory / "config.json")
-    entries = read_headers(weight_files(directory))
+    files = weight_files(directory)
+    entries = read_headers(files)
     quantization = config.get("quantization_config")
-    found = None if quantization is None else read_config(quantization)
+    found = None
+    if quantization is not None:
+        found = with_headers(read_config(quantization), entries, read_metadata(files))
     blocks: dict[str, dict[str, tuple[TensorName, TensorEntry]]] = {}
     for key, entry in entries.items():
         name = parse_name(key)
@@ -90,7 +101,7 @@ def _elements(tensors: Mapping[str, tuple[TensorName, TensorEntry]]) -> int:
     return sum(
         torch.Size(entry.shape).numel() * (4 if name.part in ("packed", "qweight") else 1)
         for name, entry in tensors.values()
-        if name.part in ("weight", "packed", "qweight")
+        if name.part in _WEIGHTS
     )
 
 
@@ -122,7 +133,7 @@ def _keys(
     (keys,) = found
     if keys is None:
         return "quantization_config leaves it unquantised, but it has scales"
-    zeros = any(name.part == "zero_point" for name, _ in tensors.values())
+    zeros = any(name.part in ("zero_point", "qzeros") for name, _ in tensors.values())
     return keys if keys.reason is None or not zeros else without_zero_points(keys)
 
 
@@ -135,7 +146,7 @@ def _ask(
 ) -> tuple[str | None, str | None]:
     """Return the backend that the oracle picks, or its reason."""
     experts = {name.expert for name, _ in tensors.values()}
-    weights = [(name, e) for name, e in tensors.values() if name.part in ("weight", "packed")]
+    weights = [(name, e) for name, e in tensors.values() if name.part in _WEIGHTS]
     first = weights[0][1].shape
     count = first[0] if experts == {None} else len(experts)
     hidden = config.get("hidden_size")

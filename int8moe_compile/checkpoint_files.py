@@ -57,22 +57,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     Raises CheckpointError that names the file if it is truncated, has bytes left over, or its
     header is no header of safetensors.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-            raise CheckpointError(
-                f"{path}: truncated or corrupt: wanted a header of {length} bytes, got a file of "
-                f"{size} bytes"
-            )
-        text = file.read(length)
-    try:
-        fields = json.loads(text)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: corrupt: its header is no JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{path}: corrupt: wanted a mapping as header, got {fields!r:.80}")
-    base = 8 + length
+    fields, base, size = _read_fields(path)
     entries = {
         name: _entry(path, name, field, base)
         for name, field in fields.items()
@@ -88,6 +73,36 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     if end != size:
         raise CheckpointError(f"{path}: truncated or corrupt: wanted {end} bytes, got {size}")
     return entries
+
+
+def read_metadata(paths: Iterable[Path]) -> dict[str, str]:
+    """Return the free text that writers put into the headers, by its names."""
+    found: dict[str, str] = {}
+    for path in paths:
+        metadata = _read_fields(path)[0].get("__metadata__")
+        if isinstance(metadata, dict):
+            found |= {str(name): str(text) for name, text in metadata.items()}
+    return found
+
+
+def _read_fields(path: Path) -> tuple[dict[str, Any], int, int]:
+    """Return a file's header, the place where the tensors begin, and the file's size."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+            raise CheckpointError(
+                f"{path}: truncated or corrupt: wanted a header of {length} bytes, got a file of "
+                f"{size} bytes"
+            )
+        text = file.read(length)
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: corrupt: its header is no JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path}: corrupt: wanted a mapping as header, got {fields!r:.80}")
+    return fields, 8 + length, size
 
 
 def _entry(path: Path, name: str, field: Any, base: int) -> TensorEntry:

@@ -28,6 +28,7 @@ PROJECTIONS: Final[dict[str, str]] = {
 PARTS: Final[dict[str, str]] = {
     "": "weight",
     "weight": "weight",
+    "qdata": "weight",
     "scale": "scale",
     "weight_scale": "scale",
     "input_scale": "input_scale",
@@ -38,6 +39,8 @@ PARTS: Final[dict[str, str]] = {
     "zero_point": "zero_point",
     "weight_zero_point": "zero_point",
     "input_zero_point": "input_zero_point",
+    "act_quant_scale": "input_scale",
+    "act_quant_zero_point": "input_zero_point",
     "bias": "bias",
     "qweight": "qweight",
     "qzeros": "qzeros",
@@ -59,7 +62,7 @@ LINEAR_PARTS: Final[dict[str, str]] = {
     "scales": "scales",
     "g_idx": "g_idx",
 }
-GPTQ_PARTS: Final = ("qweight", "qzeros", "scales")
+GPTQ_PARTS: Final = ("qweight", "qzeros", "scales", "g_idx")
 # Where the values themselves lie, behind the projection.
 WEIGHT_ENDINGS: Final = ("", ".weight", "_packed", ".weight_packed")
 
@@ -67,9 +70,12 @@ _SPELLINGS: Final = "|".join(sorted(PROJECTIONS, key=len, reverse=True))
 _SEPARATE: Final = re.compile(
     rf"^(?P<block>(?:.+\.)?experts)\.(?P<expert>\d+)\.(?P<projection>{_SPELLINGS})\.(?P<part>\w+)$"
 )
+# torchao puts an underscore before a parameter's name, and the part behind it.
 _FUSED: Final = re.compile(
-    rf"^(?P<block>(?:.+\.)?experts)\.(?P<projection>{_SPELLINGS})(?:[._](?P<part>\w+))?$"
+    rf"^(?P<block>(?:.+\.)?experts)\._?(?P<projection>{_SPELLINGS})(?:[._](?P<part>\w+))?$"
 )
+_TORCHAO_LINEAR: Final = re.compile(r"^(?P<module>.+)\._(?P<parameter>weight|bias)_(?P<part>\w+)$")
+_TORCHAO: Final = re.compile(r"^(?P<stem>(?P<module>.+)\._(?P<parameter>\w+?))_(?:qdata|scale)$")
 _PACKED: Final = re.compile(
     r"^(?P<block>.+)\.(?P<projection>input_linear|output_linear)\.(?P<part>\w+)$"
 )
@@ -115,10 +121,22 @@ def parse_name(key: str) -> TensorName | None:
 
 
 def split_linear(key: str) -> tuple[str, str] | None:
-    """Return module name and part of a tensor that only a quantised nn.Linear has."""
+    """Return the parameter and the part of a tensor that only a quantised nn.Linear has."""
+    match = _TORCHAO_LINEAR.match(key)
+    if match is not None:
+        part = PARTS.get(match["part"], match["part"])
+        return f"{match['module']}.{match['parameter']}", part
     module, _, ending = key.rpartition(".")
-    part = LINEAR_PARTS.get(ending)
-    return None if part is None or not module else (module, part)
+    found = LINEAR_PARTS.get(ending)
+    return None if found is None or not module else (f"{module}.weight", found)
+
+
+def torchao_parameter(key: str) -> tuple[str, str] | None:
+    """Return the parameter that codes or scales of torchao belong to, and the name of the codes."""
+    match = _TORCHAO.match(key)
+    if match is None:
+        return None
+    return f"{match['module']}.{match['parameter']}", f"{match['stem']}_qdata"
 
 
 def layer_of(name: str) -> str:

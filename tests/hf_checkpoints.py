@@ -33,6 +33,7 @@ class Written:
     """Hold a checkpoint before it is on disk: its tensors, its configuration, what it means.
 
     codes and scales: by module path and weight, in our layout, as loading has to give them.
+    metadata: what else the header of the file says.
     """
 
     model: nn.Module
@@ -40,6 +41,7 @@ class Written:
     config: dict[str, Any]
     codes: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     scales: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
 
     def save(self, directory: Path) -> Path:
         """Write the files and return the directory."""
@@ -51,7 +53,7 @@ class Written:
         text["dtype"] = "bfloat16"
         (directory / "config.json").write_text(json.dumps(text))
         tensors = {name: value.contiguous() for name, value in self.tensors.items()}
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, directory / "model.safetensors", {"format": "pt", **self.metadata})
         return directory
 
 
@@ -121,8 +123,7 @@ def write(
     model = build(family, **options)
     others = float_tensors(model, directory / "float")
     written = Written(model, {}, config or compressed())
-    layouts = {"gpt_oss": Layout(transposed=True, interleaved=True, has_bias=True)}
-    layout = layouts.get(family, Layout())
+    layout = layout_of(family)
     for layer, (path, experts) in enumerate(find_experts(model)):
         if layer in skip:
             continue
@@ -151,6 +152,12 @@ def write(
             add_biases(written, experts, layout, block.format(layer=layer), spelling)
     written.tensors.update(others)
     return written
+
+
+def layout_of(family: str) -> Layout:
+    """Return how a family lays out its weights."""
+    layouts = {"gpt_oss": Layout(transposed=True, interleaved=True, has_bias=True)}
+    return layouts.get(family, Layout())
 
 
 def names_of(experts: nn.Module) -> tuple[str, str]:

@@ -13,7 +13,6 @@ from hf_checkpoints import CHANNEL, TOKEN, Written, build, check, compressed, lo
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
-from int8moe_compile.checkpoint_pack import pack_codes
 from int8moe_compile.convert import convert_checkpoint
 from int8moe_compile.errors import CheckpointError
 from int8moe_compile.hf import find_experts, record_of
@@ -208,16 +207,3 @@ def test_everything_else_has_the_dtype_that_was_asked_for(tmp_path: Path, family
     for name, value in loaded.items():
         if value.dtype != torch.int8 and not name.endswith("proj_scale"):
             assert value.dtype == wanted[name], name
-
-
-def test_experts_packed_by_gptq_are_refused_by_name(tmp_path: Path):
-    fields = {"quant_method": "gptq", "bits": 8, "group_size": -1, "sym": True, "desc_act": False}
-    assert claims(fields)
-    written = write(tmp_path, config=fields)
-    for name in [name for name in written.tensors if name.endswith("_scale")]:
-        stem = name.removesuffix(".weight_scale")
-        codes = written.tensors.pop(f"{stem}.weight")
-        written.tensors[f"{stem}.qweight"] = pack_codes(codes).t()
-        written.tensors[f"{stem}.scales"] = written.tensors.pop(name).t().half()
-    with pytest.raises(CheckpointError, match=r"layer 0, expert 0, \w+\): experts packed by GPTQ"):
-        load(written.save(tmp_path / "int8"), written)

@@ -21,6 +21,7 @@ from hf_checkpoints import (
     load,
     write,
 )
+from hf_formats import gptq, quark, written_as_gptq, written_as_torchao
 from hf_models import token_ids
 from passes_support import run
 from torch import nn
@@ -43,34 +44,28 @@ BLOCKS = {
     "granitemoe": "block_sparse_moe.experts",
 }
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe")
-QUICK = {("qwen3_moe", "w8a8_static"), ("qwen3_moe", "w8a16"), ("mixtral", "w8a8")}
-
-
-def quick(family: str, scheme: str, format: str) -> bool:
-    """Say whether a case is cheap enough, beside what other tests cover, for every run."""
-    return (family, scheme) in QUICK and format == "compressed-tensors"
-
-
+FORMATS = {
+    "compressed-tensors": tuple(ENTRIES),
+    "quark": tuple(ENTRIES),
+    "torchao": ("w8a8", "w8a8_tensor", "w8a16"),
+    "gptq": ("w8a16",),
+}
+# Cheap enough, beside what other tests cover, for every run.
+QUICK = {
+    ("qwen3_moe", "w8a8_static", "compressed-tensors"),
+    ("qwen3_moe", "w8a16", "compressed-tensors"),
+    ("mixtral", "w8a8", "compressed-tensors"),
+    ("gpt_oss", "w8a8", "torchao"),
+}
 CASES = [
     pytest.param(
-        family, scheme, format, marks=() if quick(family, scheme, format) else pytest.mark.slow
+        *(family, scheme, format),
+        marks=() if (family, scheme, format) in QUICK else pytest.mark.slow,
     )
     for family in FAMILIES
-    for scheme in ENTRIES
-    for format in ("compressed-tensors", "quark")
+    for format, schemes in FORMATS.items()
+    for scheme in schemes
 ]
-
-
-def quark(weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
-    """Say the same in the words of Quark."""
-
-    def entry(fields: dict[str, Any]) -> dict[str, Any]:
-        qscheme = "per_tensor" if fields["strategy"] == "tensor" else "per_channel"
-        return {"dtype": "int8", "qscheme": qscheme, "is_dynamic": fields.get("dynamic", False)}
-
-    overall = {"weight": entry(weights), "input_tensors": None if inputs is None else entry(inputs)}
-    exclude = ["lm_head", "*self_attn*", "*gate", "*router*", "*shared*"]
-    return {"quant_method": "quark", "global_quant_config": overall, "exclude": exclude}
 
 
 def static(word: str) -> torch.Tensor:
@@ -81,6 +76,14 @@ def static(word: str) -> torch.Tensor:
 def written_as(directory: Path, family: str, scheme: str, format: str, **options: Any) -> Written:
     """Write a checkpoint of a family in its own names."""
     weights, inputs = ENTRIES[scheme]
+    if format == "torchao":
+        return written_as_torchao(directory, family, scheme)
+    names: dict[str, Any] = {
+        "block": "model.layers.{layer}." + BLOCKS.get(family, "mlp.experts"),
+        "spelling": W1_W3_W2 if family == "mixtral" else GATE_UP_DOWN,
+    }
+    if format == "gptq":
+        return written_as_gptq(directory, gptq(), family=family, **names)
     ignore = ("re:.*self_attn.*", "lm_head", "re:.*gate$", "re:.*router.*", "re:.*shared.*")
     packed = inputs is None and format == "compressed-tensors"
     word = "pack-quantized" if packed else "int-quantized"
@@ -88,11 +91,10 @@ def written_as(directory: Path, family: str, scheme: str, format: str, **options
     written = write(
         directory,
         family,
-        block="model.layers.{layer}." + BLOCKS.get(family, "mlp.experts"),
-        spelling=W1_W3_W2 if family == "mixtral" else GATE_UP_DOWN,
         config=config if format == "compressed-tensors" else quark(weights, inputs),
         per_tensor=weights is TENSOR,
         input_scale=static if inputs is STATIC_TENSOR else None,
+        **names,
         **options,
     )
     for name in [name for name in written.tensors if packed and name.endswith("weight_scale")]:
@@ -104,10 +106,7 @@ def written_as(directory: Path, family: str, scheme: str, format: str, **options
 
 
 def errors(model: nn.Module) -> list[float]:
-    """Compare each module's operator with its dequantised weights: error over spread.
-
-    Whole models are no measure: a rounding in one layer sends tokens to other experts in the next.
-    """
+    """Compare each module's operator with its dequantised weights: error over spread."""
     found = []
     hidden = model.config.hidden_size
     for _, module in find_experts(model):
@@ -120,6 +119,21 @@ def errors(model: nn.Module) -> list[float]:
             got = module(states, ids, weights).float()
         found.append(float((got - wanted).norm() / wanted.norm()))
     return found
+
+
+def logits_error(model: Any) -> float:
+    """Compare logits with those of the dequantised weights behind the first layer: error by norm.
+
+    Every token goes to the same experts there; behind the second one a rounding may send it to
+    others.
+    """
+    model.model.layers = model.model.layers[:1]
+    with torch.inference_mode():
+        model.set_experts_implementation("grouped_mm")
+        wanted = model(token_ids(), use_cache=False).logits.float()
+        model.set_experts_implementation("int8moe")
+        got = model(token_ids(), use_cache=False).logits.float()
+    return float((got - wanted).norm() / wanted.norm())
 
 
 def routed(
@@ -144,6 +158,7 @@ def test_a_checkpoint_runs_as_one_operator_a_layer(
     captured = run(loaded, token_ids(), use_cache=False)
     assert len(captured.calls()) == len(list(find_experts(loaded))) == 2
     assert torch.isfinite(captured.result.logits).all()
+    assert logits_error(loaded) < BOUNDS[scheme]
 
 
 def test_sixty_four_experts_of_odd_sizes(tmp_path: Path):

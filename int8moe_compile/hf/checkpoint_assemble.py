@@ -67,6 +67,9 @@ def _codes(sources: WeightSources, projection: str, expert: int | None, fetch: F
     packed = sources.key(projection, expert, "packed")
     if packed is not None:
         return unpack_codes(fetch(packed), sources.need.size(projection)[1])
+    along_inputs = sources.key(projection, expert, "qweight")
+    if along_inputs is not None:
+        return unpack_codes(fetch(along_inputs).t(), sources.need.size(projection)[1])
     key = sources.key(projection, expert, "weight")
     assert key is not None, "sources without codes passed the checks"
     return fetch(key)
@@ -90,10 +93,12 @@ def assemble_scale(sources: WeightSources, scheme: Scheme, fetch: Fetch) -> Tens
         values = [
             fetch(key).to(torch.float32)
             for expert in sources.experts
-            if (key := sources.key(projection, expert, "scale")) is not None
+            for word in ("scale", "scales")
+            if (key := sources.key(projection, expert, word)) is not None
         ]
         part = torch.stack([value.flatten() for value in values])
         if sources.is_fused:
+            part = part.expand(sources.need.experts, 1) if part.numel() == 1 else part
             part = part.reshape(sources.need.experts, -1)
         if projection == "gate_up" and part.shape[1] > 2:
             part = from_hf_bias(part, sources.need.structure.layout, "w13")

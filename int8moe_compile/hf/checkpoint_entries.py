@@ -20,7 +20,15 @@ from transformers.quantizers.auto import (
     register_quantizer,
 )
 
-from ..checkpoint_config import COMPRESSED_TENSORS, GPTQ, OURS, QUARK, concerns_us, read_config
+from ..checkpoint_config import (
+    COMPRESSED_TENSORS,
+    GPTQ,
+    OURS,
+    QUARK,
+    TORCHAO,
+    concerns_us,
+    read_config,
+)
 from ..checkpoint_files import read_headers
 from ..checkpoint_names import parse_name
 from ..errors import CheckpointError
@@ -29,7 +37,7 @@ from .config import CheckpointQuantization, Int8MoeConfig
 from .discovery import find_experts
 from .quantizer import Int8MoeQuantizer
 
-WRAPPED: Final = (COMPRESSED_TENSORS, QUARK, GPTQ)
+WRAPPED: Final = (COMPRESSED_TENSORS, QUARK, GPTQ, TORCHAO)
 _PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")
 
 

@@ -26,12 +26,14 @@ class Verdict:
     """Hold what a checkpoint's configuration makes of one module.
 
     keys: of every projection that is quantised. scheme: None where the module becomes or stays
-    float; reason then says why, if a quantised module was wanted at all.
+    float; reason then says why, if a quantised module was wanted at all. packed_zero: as in the
+    configuration.
     """
 
     keys: dict[tuple[str, int | None], CheckpointKeys | None]
     scheme: Scheme | None
     reason: str | None = None
+    packed_zero: int = 0
 
     @property
     def is_quantised(self) -> bool:
@@ -93,6 +95,8 @@ def judge(path: str, module: nn.Module, pieces: list[Piece], config: CheckpointC
         # A fused tensor goes by the names of the single projections in it, too.
         names.add(f"{path}.{0 if expert is None else expert}.{spelt}")
         names.add(f"{piece.name.block}.{0 if expert is None else expert}.{spelt}")
+        if expert is None:
+            names.add(f"{path}.{spelt}")
     if not asked:
         asked = {
             (which, expert): {f"{path}.{expert}.{_SPELLING[which]}"}
@@ -105,7 +109,8 @@ def judge(path: str, module: nn.Module, pieces: list[Piece], config: CheckpointC
     if not quantised:
         return Verdict(keys, None)
     if len(quantised) > 1:
-        return Verdict(keys, None, "its projections are quantised in different ways")
+        reason = "its projections are quantised in different ways"
+        return Verdict(keys, None, reason, config.packed_zero)
     (only,) = quantised
     if only.weight_key is not None and only.reason is not None:
         # Whether the zero points really are 0 is checked with the values.
@@ -113,5 +118,6 @@ def judge(path: str, module: nn.Module, pieces: list[Piece], config: CheckpointC
     if only.scheme is None:
         raise CheckpointError(f"{path}: quantization_config: {only.reason}")
     if any(value is None for value in keys.values()):
-        return Verdict(keys, None, "only some of its projections are quantised, the rest ignored")
-    return Verdict(keys, only.scheme)
+        reason = "only some of its projections are quantised, the rest ignored"
+        return Verdict(keys, None, reason, config.packed_zero)
+    return Verdict(keys, only.scheme, None, config.packed_zero)

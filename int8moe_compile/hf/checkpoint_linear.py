@@ -11,19 +11,22 @@ import torch
 from torch import Tensor
 
 from ..checkpoint_files import TensorEntry
-from ..checkpoint_names import GPTQ_PARTS, place
+from ..checkpoint_names import GPTQ_PARTS, LINEAR_PARTS, place
 from ..checkpoint_pack import unpack_codes
 from ..errors import CheckpointError
 from .checkpoint_sources import FLOATS
 
 CODES: Final = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
+# What the weight of a layer may have beside it; inputs that were reordered (g_idx) are refused.
+_PARTS: Final = {"weight", *LINEAR_PARTS.values()} - {*GPTQ_PARTS}
+
 
 @dataclass(frozen=True)
 class LinearSource:
-    """Name the tensors of one two-dimensional weight; scale None: it is float already.
+    """Name the tensors of one weight [rows, columns]; scale None: it is float already.
 
-    rows, columns: of the weight. bits: of packed codes.
+    bits: of packed codes. A bias that was quantised, too, is one row.
     """
 
     weight: str
@@ -49,7 +52,8 @@ class LinearSource:
         values = codes.to(torch.float32)
         if self.zero_point is not None:
             values = values - self._spread(fetch(self.zero_point).to(torch.float32))
-        return (values * self._spread(fetch(self.scale).to(torch.float32))).to(dtype)
+        values = values * self._spread(fetch(self.scale).to(torch.float32))
+        return values.reshape(codes.shape).to(dtype)
 
     def _spread(self, scale: Tensor) -> Tensor:
         """Return [rows or 1, columns or 1] from [], [1], [rows], [rows,1] or [rows,groups]."""
@@ -64,35 +68,40 @@ class LinearSource:
 def linear_source(
     parts: Mapping[str, str],
     entries: Mapping[str, TensorEntry],
-    size: tuple[int, int],
+    size: tuple[int, ...],
     bits: int,
     directory: Path,
 ) -> LinearSource:
     """Check the tensors of one quantised linear layer and return how to read them.
 
-    parts: part (see checkpoint_names) -> name of the tensor. Raises CheckpointError.
+    size: of the weight, or of a bias. parts: part (see checkpoint_names) -> name of the tensor.
+    Raises CheckpointError.
     """
     packed = "packed" in parts
     key = parts.get("packed") or parts.get("weight")
     example = next(iter(parts.values()))
-    if set(parts) & {*GPTQ_PARTS, "g_idx"}:
-        raise CheckpointError(
-            f"{directory}: {example}: reordered or GPTQ-packed linear layers are not supported"
-        )
+    for part, name in parts.items():
+        if part not in _PARTS:
+            raise CheckpointError(
+                f"{directory}: {name}: {part!r} of a quantised linear layer is not supported"
+            )
     if key is None:
         raise CheckpointError(
             f"{directory}: {example}: wanted the weight of the same layer, got none"
         )
     entry = entries[key]
-    rows, columns = size
+    if len(size) not in (1, 2) or (packed and len(size) == 1):
+        raise CheckpointError(f"{entry.file}: {key}: wanted a matrix, got {list(size)}")
+    rows, columns = (1, *size)[-2:]
     if packed and bits not in (2, 4, 8):
         raise CheckpointError(f"{entry.file}: {key}: wanted 2, 4 or 8 bits, got {bits}")
     width = -(-columns * bits // 32) if packed else columns
     wanted = (torch.int32,) if packed else CODES if "scale" in parts else FLOATS
-    if entry.dtype not in wanted or entry.shape != (rows, width):
+    shape = (*size[:-1], width)
+    if entry.dtype not in wanted or entry.shape != shape:
         words = " or ".join(str(dtype) for dtype in wanted)
         raise CheckpointError(
-            f"{entry.file}: {place(key)}: wanted {words} {[rows, width]}, got {entry.dtype} "
+            f"{entry.file}: {place(key)}: wanted {words} {list(shape)}, got {entry.dtype} "
             f"{list(entry.shape)}"
         )
     if "scale" not in parts and packed:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..passes.layouts import Which, interleave, to_hf_layout
 from .checkpoint_assemble import ExpertsBuffer, Fetch
+from .checkpoint_gptq import gptq_source
 from .checkpoint_judge import Verdict
 from .checkpoint_linear import LinearSource, linear_source
 from .checkpoint_sources import Checker, Need
@@ -104,7 +105,7 @@ def _source(checker: Checker, verdict: Verdict, projection: str, expert: int) ->
                 f"quantization_config leaves it unquantised; wanted its weight alone, got "
                 f"{sorted(found)}"
             )
-    elif "scale" not in found:
+    elif not {"scale", "scales"} & set(found):
         raise CheckpointError(checker.missing(projection, expert, "scale"))
     parts = {part: piece.key for part, piece in found.items()}
     entries = {piece.key: piece.entry for piece in found.values()}
@@ -112,5 +113,8 @@ def _source(checker: Checker, verdict: Verdict, projection: str, expert: int) ->
     size = checker.need.size(projection)
     if not parts:
         raise CheckpointError(checker.missing(projection, expert, "weight"))
+    if "qweight" in parts:
+        zero = verdict.packed_zero
+        return gptq_source(parts, entries, size, bits, zero, checker.directory)
     source = linear_source(parts, entries, size, bits, checker.directory)
     return source if keys is not None else replace(source, scale=None)

@@ -14,7 +14,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from ..checkpoint_config import CheckpointConfig
 from ..checkpoint_files import TensorEntry, is_dense
-from ..checkpoint_names import GPTQ_PARTS, parse_name, place, split_linear
+from ..checkpoint_names import parse_name, split_linear
 from ..errors import CheckpointError
 from ..schemes import Scheme
 from ..structure import ExpertsStructure, Gate, Layout
@@ -25,6 +25,7 @@ from .checkpoint_assemble import (
     assemble_input_scale,
     assemble_scale,
 )
+from .checkpoint_gptq import gptq_source
 from .checkpoint_judge import Verdict, judge, need_of, record_for
 from .checkpoint_linear import LinearSource, linear_source
 from .checkpoint_mixed import mixed_builders
@@ -106,12 +107,6 @@ class Planner:
             if name is None or is_dense(name, self.entries):
                 continue
             path = self.names.module_of(name, self.modules)
-            if path is not None and name.part in GPTQ_PARTS:
-                raise CheckpointError(
-                    f"{entry.file}: {place(key)}: experts packed by GPTQ are not supported; "
-                    "quantise the float checkpoint with int8moe_compile, or save it as "
-                    "compressed-tensors"
-                )
             if path is not None:
                 self.pieces[path].append(Piece(key, entry, name))
 
@@ -191,8 +186,7 @@ class Planner:
             if found is not None and key not in self.plan.routes.targets:
                 groups.setdefault(found[0], {})[found[1]] = key
         by_target: dict[str, list[tuple[str, LinearSource]]] = {}
-        for module, parts in groups.items():
-            weight = f"{module}.weight"
+        for weight, parts in groups.items():
             if any(key in self._judged for key in parts.values()):
                 continue
             target = self.names.rename(weight)[0]
@@ -200,17 +194,18 @@ class Planner:
                 continue  # belongs to no part of this model; the loader reports it
             if weight in self.entries:
                 parts["weight"] = weight
-            source = self._linear(target, parts)
+            source = self._linear(weight, target, parts)
             by_target.setdefault(target, []).append((weight, source))
         for target, found_sources in by_target.items():
             sources = dict(found_sources)
             dtype = self.names.dtype_of(target)
             keys = [key for source in sources.values() for key in source.keys]
-            keys += [k for w in sources for k in groups[w.rpartition(".")[0]].values()]
+            keys += [key for weight in sources for key in groups[weight].values()]
             builder = LinearBuilder(target, sources, dtype, self.names)
             self.plan.routes.add(target, tuple(dict.fromkeys(keys)), builder)
             self.plan.linears.extend(sources.values())
-            self.plan.dequantised.append(target.rpartition(".")[0])
+            if target.rpartition(".")[0] not in self.plan.dequantised:
+                self.plan.dequantised.append(target.rpartition(".")[0])
 
     def _plan_casts(self) -> None:
         """Plan float tensors that transformers would leave in the dtype of the file.
@@ -233,14 +228,13 @@ class Planner:
                 builder = LinearBuilder(target, sources, wanted, self.names)
                 self.plan.routes.add(target, tuple(keys), builder)
 
-    def _linear(self, target: str, parts: Mapping[str, str]) -> LinearSource:
+    def _linear(self, weight: str, target: str, parts: Mapping[str, str]) -> LinearSource:
         """Check one quantised linear layer."""
-        module = next(iter(parts.values())).rpartition(".")[0]
+        module = weight.rpartition(".")[0]
         keys = self.config.keys_of([module, target.rpartition(".")[0]])
         bits = 8 if keys is None or keys.weight_key is None else keys.weight_key.bits
-        shape = tuple(self.names.state[target].shape)
-        converter = self.names.rename(f"{module}.weight")[1]
-        if converter is not None or len(shape) != 2:
+        size = tuple(self.names.state[target].shape)
+        if self.names.rename(weight)[1] is not None or len(size) > 2:
             # One of several that are merged; its own size is that of its tensors.
             key = parts.get("weight")
             if key is None:
@@ -248,12 +242,11 @@ class Planner:
                     f"{self.directory}: {module}: packed weights that {target} merges are not "
                     "supported"
                 )
-            shape = self.entries[key].shape
-        if len(shape) != 2:
-            raise CheckpointError(
-                f"{self.directory}: {module}: wanted two dimensions, got {list(shape)}"
-            )
-        return linear_source(parts, self.entries, (shape[0], shape[1]), bits, self.directory)
+            size = self.entries[key].shape
+        if "qweight" in parts:
+            zero = self.config.packed_zero
+            return gptq_source(parts, self.entries, size, bits, zero, self.directory)
+        return linear_source(parts, self.entries, size, bits, self.directory)
 
 
 def _float_structure(module: nn.Module) -> ExpertsStructure:

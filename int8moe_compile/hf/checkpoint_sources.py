@@ -30,9 +30,19 @@ WANTED_DTYPES: Final[dict[str, tuple[torch.dtype, ...]]] = {
     "zero_point": (*INTEGERS, *FLOATS),
     "input_zero_point": (*INTEGERS, *FLOATS),
     "shape": (torch.int64, torch.int32),
+    "qweight": (torch.int32,),
+    "scales": FLOATS,
+    "qzeros": (torch.int32,),
+    "g_idx": (torch.int32, torch.int64),
     "bias": FLOATS,
 }
-OPTIONAL: Final = ("zero_point", "input_zero_point")
+OPTIONAL: Final = ("zero_point", "input_zero_point", "g_idx")
+# How the codes are stored -> the tensors that belong to them; the first that is there counts.
+_KINDS: Final[dict[str, tuple[str, ...]]] = {
+    "weight": ("weight", "scale"),
+    "packed": ("packed", "shape", "scale"),
+    "qweight": ("qweight", "scales", "qzeros"),
+}
 
 # (projection, expert or None, part)
 PieceId = tuple[str, int | None, str]
@@ -163,14 +173,14 @@ class Checker:
 
     def _parts(self, projection: str, expert: int | None, scheme: Scheme) -> list[str]:
         """List the tensors that one projection needs or may have."""
-        packed = (projection, expert, "packed") in self.pieces
-        packed = packed and (projection, expert, "weight") not in self.pieces
-        parts = ["packed", "shape", "scale"] if packed else ["weight", "scale"]
+        present = [part for what, at, part in self.pieces if (what, at) == (projection, expert)]
+        kind = next((part for part in _KINDS if part in present), "weight")
+        parts = list(_KINDS[kind])
         if scheme.activation_quant == "static":
             parts.append("input_scale")
         if self.need.structure.layout.has_bias:
             parts.append("bias")
-        return [*parts, *OPTIONAL]
+        return [*parts, *(part for part in OPTIONAL if (part == "g_idx") == (kind == "qweight"))]
 
     def _take(self, projection: str, expert: int | None, part: str) -> Piece | None:
         """Return one tensor, its dtype checked; refuse if it is wanted and missing."""
@@ -223,6 +233,13 @@ class Checker:
         if part in ("weight", "packed"):
             width = columns if part == "weight" else -(-columns // 4)
             return [(*lead, width, rows) if transposed else (*lead, rows, width)]
+        gptq: dict[str, tuple[int, ...]] = {
+            "qweight": (-(-columns // 4), rows),
+            "scales": (1, rows),
+        }
+        gptq |= {"qzeros": (1, -(-rows // 4)), "g_idx": (columns,)}
+        if part in gptq:
+            return [gptq[part]]
         if part == "shape":
             return [(2,), (3,)] if fused else [(2,)]
         if part == "bias":
@@ -233,12 +250,14 @@ class Checker:
         if part == "zero_point":
             values = [rows, 1, 2] if fused else [rows, 1]
         shapes = [(*lead, count) for count in values]
-        shapes += [(*lead, count, 1) for count in values]
-        shapes += [(*lead, 1, count) for count in values if transposed]
+        # In a transposed weight [E,K,N], a scale [E,count,1] would lie along the inputs.
+        shapes += [(*lead, 1, count) if transposed else (*lead, count, 1) for count in values]
         if 1 in values:
             shapes.append(lead)
+            if fused:
+                shapes.append((1, 1, 1))  # one for all experts
             if part.startswith("input"):
-                shapes += [(), (1,)]
+                shapes += [(), (1,), (1, 1)]
         return shapes
 
 

@@ -18,18 +18,25 @@ from .checkpoint_linear import LinearSource
 from .checkpoint_resolve import Names
 from .checkpoint_sources import WeightSources
 
+_UNCHECKED = ("weight", "packed", "qweight", "bias")
+
 
 def check_values(
     sources: Iterable[WeightSources],
     linears: Iterable[LinearSource],
     entries: Mapping[str, TensorEntry],
+    packed_zero: int,
 ) -> None:
     """Read every scale and zero point once; refuse, or warn where static scales differ."""
     static: dict[str, dict[str, list[float]]] = {}
     with TensorReader(entries) as reader:
         for weight in sources:
             for (projection, _, part), key in weight.keys.items():
-                value = None if part in ("weight", "packed", "bias") else reader.read(key)
+                value = None if part in _UNCHECKED else reader.read(key)
+                if value is not None and part == "qzeros":
+                    # Unsigned bytes, one a row; as far apart from 0 as from what 0 is stored as.
+                    value = value.view(torch.uint8).flatten().int() - packed_zero
+                    value = value[: weight.need.size(projection)[0]]
                 if value is not None:
                     _check(entries[key].file, key, part, value, weight.need.size(projection))
                 if value is not None and part == "input_scale":
@@ -45,19 +52,24 @@ def check_values(
 
 def _check(file: Path, key: str, part: str, value: Tensor, size: tuple[int, int]) -> None:
     """Check the values of one small tensor."""
-    if part in ("scale", "input_scale"):
+    if part in ("scale", "scales", "input_scale"):
         wrong = value[~(torch.isfinite(value) & (value > 0))].flatten()
         if wrong.numel():
             raise CheckpointError(
                 f"{file}: {place(key)}: wanted positive finite scales, got {wrong[0].item()}"
             )
-    elif part in ("zero_point", "input_zero_point"):
+    elif part in ("zero_point", "input_zero_point", "qzeros"):
         wrong = value[value != 0].flatten()
         if wrong.numel():
             raise CheckpointError(
                 f"{file}: {place(key)}: wanted zero points of 0 (symmetric codes), got "
                 f"{wrong[0].item()}: asymmetric quantisation is not supported"
             )
+    elif part == "g_idx" and value.any():
+        raise CheckpointError(
+            f"{file}: {place(key)}: wanted every input in group 0 (one scale per channel), got "
+            f"{value.max().item()}"
+        )
     elif part == "shape" and tuple(value.tolist())[-2:] != size:
         raise CheckpointError(f"{file}: {place(key)}: wanted {list(size)}, got {value.tolist()}")
 
