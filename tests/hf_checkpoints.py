@@ -113,14 +113,15 @@ def write(
     scale: Callable[[Tensor], Tensor] = lambda scale: scale,
     input_scale: Callable[[str], Tensor] | None = None,
     skip: tuple[int, ...] = (),
+    model: nn.Module | None = None,
     **options: Any,
 ) -> Written:
-    """Write experts one by one, everything else as the family does.
+    """Write experts one by one, everything else as the family does; model: a tiny one by default.
 
     scale: brings a scale [N,1] or [1,1] into the wanted shape and dtype. input_scale: gives the
     static scale of a projection. skip: layers whose experts stay float.
     """
-    model = build(family, **options)
+    model = model or build(family, **options)
     others = float_tensors(model, directory / "float")
     written = Written(model, {}, config or compressed())
     layout = layout_of(family)
