@@ -25,6 +25,15 @@ def below_autograd() -> AbstractContextManager[None]:
     return torch._C._AutoDispatchBelowAutograd()
 
 
+def in_forward_mode() -> bool:
+    """Say whether forward-mode differentiation goes on, in whose course tensors carry tangents.
+
+    Removable when torch has a public way to ask that costs no more (unpack_dual of every tensor
+    takes as long as the rest of a call).
+    """
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def sizes_equal(left: Any, right: Any) -> bool:
     """Compare two sizes while tracing or not, without branching on an unbacked size.
 
@@ -221,10 +230,16 @@ def ieee_divide(dividend: Any, divisor: Any) -> Any:
     return ops.to_dtype(ops.truediv(*wide), torch.float32)
 
 
-def launch_in_graph(kernel: Any, grid: tuple[Any, Any, Any], arguments: dict[str, Any]) -> None:
+def launch_in_graph(
+    kernel: Any,
+    grid: tuple[Any, Any, Any],
+    arguments: dict[str, Any],
+    descriptors: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
     """Add the launch of a Triton kernel, which writes buffers among its arguments, to the graph.
 
-    Removable when Inductor offers lowerings a public way to launch a user's Triton kernel.
+    descriptors: the block of each argument that the kernel reads by tensor descriptor. Removable
+    when Inductor offers lowerings a public way to launch a user's Triton kernel.
     """
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
     from torch._inductor.ir import UserDefinedTritonKernel
@@ -232,7 +247,9 @@ def launch_in_graph(kernel: Any, grid: tuple[Any, Any, Any], arguments: dict[str
     UserDefinedTritonKernel(
         kernel_idx=kernel_side_table.add_kernel(kernel),
         grid=[grid],
-        tma_descriptor_metadata={},
+        tma_descriptor_metadata={
+            name: ("stable", (block,)) for name, block in (descriptors or {}).items()
+        },
         kernel_args=arguments,
     )
 

@@ -6,9 +6,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import registry
-from ..compat import below_autograd
+from ..compat import below_autograd, in_forward_mode
 from . import fake, quantize, schema
 from .arguments import ExpertsArguments
 from .checks import check_dequantize, check_experts
@@ -74,6 +75,8 @@ class _ForwardOnly(torch.autograd.Function):
 
 
 def _experts_autograd(*args: Any, **kwargs: Any) -> Tensor:
+    if in_forward_mode():
+        _refuse_tangents(args, kwargs)
     if torch.is_grad_enabled() and _wants_gradient(args, kwargs):
         call = ExpertsArguments(*args, **kwargs)._asdict()
         tensors = {name: value for name, value in call.items() if isinstance(value, Tensor)}
@@ -85,6 +88,17 @@ def _experts_autograd(*args: Any, **kwargs: Any) -> Tensor:
     with below_autograd():
         result = experts(*args, **kwargs)
     return result
+
+
+def _refuse_tangents(args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse forward-mode differentiation, which would take the operator for a constant."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise NotImplementedError(
+                "int8moe::experts has no derivative in forward mode (torch.func.jvp, "
+                "torch.autograd.forward_ad): INT8 experts are for inference. Detach its inputs, or "
+                "differentiate the model before int8moe_compile.quantize_."
+            )
 
 
 def _wants_gradient(args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import DEQUANTIZE, EXPERTS, Problem, assert_close, problem, with_scheme
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 WORDS = ("token", "tensor", "static", "none")
@@ -189,6 +190,33 @@ def test_forward_works_in_grad_mode_and_backward_says_why_not(
         assert not run(case.hidden_states).requires_grad
     with torch.inference_mode():
         assert torch.equal(run(case.hidden_states), wanted)
+
+
+@pytest.mark.parametrize("learns", ["hidden_states", "topk_weights", "w13_bias"])
+def test_forward_mode_says_why_not(learns: str) -> None:
+    # Taken for a constant, the operator would pass on a tangent of zero without a word.
+    case = problem(9, dtype=torch.float32, w13_bias=torch.zeros(4, 64))
+    values = {**vars(case), **case.options}
+    primal = values[learns]
+
+    def run(x: Tensor) -> Tensor:
+        return case.with_(**{learns: x}).run()
+
+    with pytest.raises(NotImplementedError, match=r"torch\.func\.jvp.*Detach its inputs"):
+        torch.func.jvp(run, (primal,), (torch.ones_like(primal),))
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="forward mode"),
+    ):
+        run(forward_ad.make_dual(primal, torch.ones_like(primal)))
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        torch.func.jacfwd(run)(primal)
+
+    def beside(x: Tensor) -> Tensor:
+        return x * 3 + case.run().sum()
+
+    _, tangent = torch.func.jvp(beside, (primal,), (torch.ones_like(primal),))
+    assert torch.equal(tangent, torch.full_like(primal, 3))
 
 
 def test_gradients_pass_by_on_another_path() -> None:

@@ -1,0 +1,115 @@
+"""Eager calls by the kernels of variants.py: the host that launches at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..ops.arguments import ExpertsArguments
+from . import eager, routing, tiles, variant_layers, variants
+
+# What persistent programs are counted by where the number of multiprocessors is unknown.
+FEW_MULTIPROCESSORS = 16
+
+
+class EagerHost:
+    """Make tensors and launch kernels on the current device."""
+
+    def __init__(self, call: ExpertsArguments) -> None:
+        self.call = call
+        self.dtype = call.result_dtype
+        self.device = call.hidden_states.device
+
+    def size(self, x: Tensor) -> list[int]:
+        """Return a tensor's sizes."""
+        return list(x.shape)
+
+    def strides(self, x: Tensor) -> list[int]:
+        """Return a tensor's strides."""
+        return list(x.stride())
+
+    def empty(self, *size: int, dtype: torch.dtype) -> Tensor:
+        """Return a new buffer."""
+        return torch.empty(size, dtype=dtype, device=self.device)
+
+    def contiguous(self, x: Tensor) -> Tensor:
+        """Return a tensor without gaps."""
+        return x.contiguous()
+
+    def matrix(self, x: Tensor) -> Tensor:
+        """Return a weight as one matrix [E * N, depth]."""
+        return x.view(-1, x.shape[2])
+
+    def scale(self, x: Tensor) -> Tensor:
+        """Return a weight scale as contiguous [E, columns]."""
+        return (x.squeeze(-1) if x.dim() == 3 else x).contiguous()
+
+    def descriptor(self, x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+        """Return the descriptor of a matrix, read in blocks."""
+        return TensorDescriptor.from_tensor(x, [rows, columns])
+
+    def launch(self, kernel: Any, programs: int, arguments: dict[str, Any], tile: Any) -> None:
+        """Launch a kernel now."""
+        kernel[(programs,)](**arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+
+    def cdiv(self, a: int, b: int) -> int:
+        """Return a / b, rounded up."""
+        return tiles.ceil_div(a, b)
+
+    def minimum(self, a: int, b: int) -> int:
+        """Return the smaller size."""
+        return min(a, b)
+
+    def multiprocessors(self) -> int:
+        """Return how many multiprocessors the device has."""
+        return eager.facts_of(self.device).multiprocessors or FEW_MULTIPROCESSORS
+
+    def column_name(self, scale: Tensor, weight: Tensor) -> str:
+        """Name how a scale belongs to its weight."""
+        return eager.scale_columns(scale.shape[1], weight.shape[1])
+
+
+def features_of(call: ExpertsArguments) -> variants.Features:
+    """Return what of a call decides which variants take it."""
+    plain = all(
+        w.stride(0) == w.shape[1] * w.stride(1)
+        and w.stride(1) % variants.DESCRIPTOR_BYTES == 0
+        and w.data_ptr() % variants.DESCRIPTOR_BYTES == 0
+        for w in (call.w13, call.w2)
+    )
+    return variants.Features(
+        call.activation_quant,
+        call.hidden_states.dtype == torch.int8,
+        call.apply_router_weight_on_input,
+        plain,
+    )
+
+
+def experts(call: ExpertsArguments, variant: variants.Variant) -> Tensor | None:
+    """Compute a call by a variant on the current device; None if that does not take it."""
+    up, down = eager.layer_products(call)
+    device = eager.facts_of(call.hidden_states.device)
+    if variant.name == "apart" or not variants.takes(variant, up, down, device, features_of(call)):
+        return None
+    host = EagerHost(call)
+    if variant.name == "decode":
+        output: Tensor = variant_layers.decode(host, variant)
+        return output
+    plan = routing.plan(
+        call.topk_ids,
+        call.expert_map,
+        num_experts=call.w13.shape[0],
+        block_m=variant.up.block_m,
+        is_fused=True,
+    )
+    rows = None
+    if variant.up.loads != "both":
+        first = eager.first_rows(call, plan)
+        rows = (first.values, first.scale, first.has_row_scale)
+    parts = variant_layers.fused(host, variant, plan, rows)
+    output = torch.empty(call.hidden_states.shape, dtype=host.dtype, device=host.device)
+    eager.combine(output, parts, plan)
+    return output

@@ -1,0 +1,326 @@
+"""Grouped products with loads by descriptor, persistent programs and the second quantisation.
+
+T tokens, H hidden, I intermediate, E local experts, K experts per token; positions as in
+tile_products.py, whose epilogues these kernels share. Rows and weights come by pointers or by
+tensor descriptors (TMA): LOADS is "pointers", "weights" (only those by descriptor) or "both",
+where activations lie in expert order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .quantizing import encode_rows, requantize_tile
+from .tile_products import (
+    gated_value,
+    multiply_add,
+    products,
+    row_scales,
+    tile_of,
+    weighted_value,
+)
+
+
+@triton.jit
+def descriptor_products(
+    a,  # descriptor of [T*K, depth] for "both", else [BM, 1] pointers
+    w_desc,  # of [E*N, depth]
+    first,  # first row of a in its descriptor
+    gate_row,  # first row of the weights, and of the up rows
+    up_row,
+    depth,
+    stride_ak,
+    GATED: tl.constexpr,
+    LOADS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return a @ gate.T and a @ up.T in int32; past its end a descriptor reads zeros."""
+    gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    for start in range(0, depth, BLOCK_K):
+        if LOADS == "both":
+            codes = a.load([first, start])
+        else:
+            k = start + tl.arange(0, BLOCK_K)
+            a_ptrs = a + k[None, :] * stride_ak  # [BM, BK]
+            if EVEN_K:
+                codes = tl.load(a_ptrs)
+            else:
+                codes = tl.load(a_ptrs, mask=(k < depth)[None, :], other=0)
+        gate = multiply_add(codes, w_desc.load([gate_row, start]).T, gate, True)
+        if GATED:
+            up = multiply_add(codes, w_desc.load([up_row, start]).T, up, True)
+    return gate, up
+
+
+@triton.jit
+def tile_sums(
+    a,
+    w,
+    expert: tl.tensor,  # int64
+    first,
+    row: tl.tensor,  # [BM] int64: where a's rows are, unless they lie in order
+    inside: tl.tensor,  # [BN]
+    column_block,
+    width,
+    depth,
+    stride_am,
+    stride_ak,
+    stride_we,
+    stride_wn,
+    up_offset,
+    GATED: tl.constexpr,
+    LOADS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return the int32 sums of one tile with gate rows and up rows, loaded as LOADS says."""
+    rows = a
+    if LOADS != "both":
+        rows = (a + row * stride_am)[:, None]
+    if LOADS == "pointers":
+        w_row = w + expert * stride_we + inside.to(tl.int64) * stride_wn
+        gate, up = products(
+            rows,
+            w_row[None, :],
+            (w_row + up_offset)[None, :],
+            depth,
+            stride_ak,
+            GATED,
+            True,
+            EVEN_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+    else:
+        gate_row = expert.to(tl.int32) * (2 if GATED else 1) * width + column_block * BLOCK_N
+        gate, up = descriptor_products(
+            rows,
+            w,
+            first,
+            gate_row,
+            gate_row + width,
+            depth,
+            stride_ak,
+            GATED,
+            LOADS,
+            EVEN_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+    return gate, up
+
+
+@triton.jit
+def fused_up_kernel(
+    out_ptr,  # [T*K, I] by position, in the result dtype; unused for "static"
+    codes_ptr,  # [T*K, I] int8 by position
+    code_scale_ptr,  # "token": [T*K] fp32, written; "static": one value, read
+    counters_ptr,  # [tile bound] int32, zeros
+    a,
+    a_scale_ptr,
+    w,
+    w_scale_ptr,
+    bias_ptr,
+    order_ptr,
+    tiles_ptr,
+    top_k,
+    depth,
+    width,
+    stride_am,
+    stride_ak,
+    stride_we,
+    stride_wn,
+    up_offset,  # elements from a gate row to its up row
+    alpha,
+    beta,
+    limit,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    LOADS: tl.constexpr,
+    REQUANTIZE: tl.constexpr,  # "apart", "token" (by the last program of a tile) or "static"
+    FLATTEN: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """First product with gate, its result quantised in the same launch unless "apart".
+
+    h = dequantize(a @ w13[expert].T) + bias; out = round(f(h[:I]) * (h[I:] + beta))
+    """
+    column_blocks = tl.cdiv(width, BLOCK_N)
+    num_tiles = tl.load(tiles_ptr)
+    programs = num_tiles * column_blocks
+    for pid in tl.range(tl.program_id(0), programs, tl.num_programs(0), flatten=FLATTEN):
+        tile, column_block = tile_of(pid, num_tiles, column_blocks, GROUP_M)
+        tile_ptr = tiles_ptr + 3 * (1 + tile)
+        expert = tl.load(tile_ptr).to(tl.int64)
+        first = tl.load(tile_ptr + 1)
+        end = tl.load(tile_ptr + 2)
+        position = first + tl.arange(0, BLOCK_M)
+        row = tl.minimum(position, end - 1).to(tl.int64)
+        if LOADS != "both":
+            row = (tl.load(order_ptr + row) // top_k).to(tl.int64)
+        column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = tl.minimum(column, width - 1)
+        gate, up = tile_sums(
+            a,
+            w,
+            expert,
+            first,
+            row,
+            inside,
+            column_block,
+            width,
+            depth,
+            stride_am,
+            stride_ak,
+            stride_we,
+            stride_wn,
+            up_offset,
+            GATED,
+            LOADS,
+            EVEN_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+        a_scale = row_scales(a_scale_ptr, row, True, HAS_ROW_SCALE)
+        value = gated_value(
+            gate,
+            up,
+            a_scale,
+            w_scale_ptr,
+            bias_ptr,
+            expert,
+            inside,
+            width,
+            alpha,
+            beta,
+            limit,
+            ACTIVATION,
+            GATED,
+            HAS_BIAS,
+            HAS_LIMIT,
+            True,
+            SCALE_COLUMNS,
+        )
+        value = value.to(out_ptr.dtype.element_ty)
+        at = position.to(tl.int64)[:, None] * width + column[None, :]
+        is_inside = (position < end)[:, None] & (column < width)[None, :]
+        if REQUANTIZE == "static":
+            scale = tl.load(code_scale_ptr) + tl.zeros((BLOCK_M, 1), tl.float32)
+            tl.store(codes_ptr + at, encode_rows(value.to(tl.float32), scale), mask=is_inside)
+        else:
+            tl.store(out_ptr + at, value, mask=is_inside)
+        if REQUANTIZE == "token":
+            # Every thread's stores, then the count: the last program sees all of the tile.
+            tl.debug_barrier()
+            before = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")
+            if before == column_blocks - 1:
+                requantize_tile(codes_ptr, code_scale_ptr, out_ptr, first, end, width, BLOCK_M)
+
+
+@triton.jit
+def fused_down_kernel(
+    out_ptr,  # [T*K, H] by contribution
+    a,  # [T*K, I] by position: pointers, or a descriptor for "both"
+    a_scale_ptr,
+    w,
+    w_scale_ptr,
+    bias_ptr,
+    weights_ptr,
+    order_ptr,
+    tiles_ptr,
+    top_k,
+    depth,
+    width,
+    stride_am,
+    stride_we,
+    stride_wn,
+    stride_rt,
+    stride_rk,
+    HAS_BIAS: tl.constexpr,
+    HAS_ROUTER_WEIGHT: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    LOADS: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """Second product: out[contribution] = round((a @ w2.T dequantised + bias) * router weight)."""
+    column_blocks = tl.cdiv(width, BLOCK_N)
+    num_tiles = tl.load(tiles_ptr)
+    programs = num_tiles * column_blocks
+    for pid in tl.range(tl.program_id(0), programs, tl.num_programs(0), flatten=FLATTEN):
+        tile, column_block = tile_of(pid, num_tiles, column_blocks, GROUP_M)
+        tile_ptr = tiles_ptr + 3 * (1 + tile)
+        expert = tl.load(tile_ptr).to(tl.int64)
+        first = tl.load(tile_ptr + 1)
+        end = tl.load(tile_ptr + 2)
+        position = first + tl.arange(0, BLOCK_M)
+        row = tl.minimum(position, end - 1).to(tl.int64)
+        contribution = tl.load(order_ptr + row)
+        column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = tl.minimum(column, width - 1)
+        acc, _ = tile_sums(
+            a,
+            w,
+            expert,
+            first,
+            row,
+            inside,
+            column_block,
+            width,
+            depth,
+            stride_am,
+            1,
+            stride_we,
+            stride_wn,
+            0,
+            False,
+            LOADS,
+            EVEN_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+        value = weighted_value(
+            acc,
+            row_scales(a_scale_ptr, row, True, HAS_ROW_SCALE),
+            w_scale_ptr,
+            bias_ptr,
+            weights_ptr,
+            expert,
+            contribution,
+            inside,
+            width,
+            top_k,
+            stride_rt,
+            stride_rk,
+            HAS_BIAS,
+            HAS_ROUTER_WEIGHT,
+            True,
+            SCALE_COLUMNS,
+        )
+        at = contribution.to(tl.int64)[:, None] * width + column[None, :]
+        is_inside = (position < end)[:, None] & (column < width)[None, :]
+        tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=is_inside)

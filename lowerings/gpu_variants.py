@@ -1,0 +1,149 @@
+"""Graphs by the kernels of variants.py: the host that adds nodes to Inductor's graph.
+
+T tokens, K experts per token, E local experts. The kernels are launched as a user's own Triton
+kernels are; what lies before and after stays loop IR that fuses with its neighbours.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+from torch._inductor import ir, lowering
+from torch._inductor.lowering import empty_strided
+from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import CeilDiv, Min
+
+from ..compat import launch_in_graph
+from ..oracle import DeviceFacts
+from . import tiles, variants
+from .eager import scale_columns
+from .eager_variants import FEW_MULTIPROCESSORS
+
+
+@functools.cache
+def configured(kernel: Any, num_warps: int, num_stages: int) -> Any:
+    """Return a kernel with its launch options: a graph takes them from a configuration."""
+    config = triton.Config({}, num_warps=num_warps, num_stages=num_stages)
+    return triton.autotune([config], key=[])(kernel)
+
+
+class Described:
+    """Stand for a matrix that a kernel reads by descriptor, in blocks."""
+
+    def __init__(self, matrix: Any, block: tuple[int, int]) -> None:
+        self.matrix = matrix
+        self.block = block
+
+
+class GraphHost:
+    """Make buffers and launch kernels as nodes of the graph that is being lowered."""
+
+    def __init__(self, call: Any, dtype: torch.dtype, device: DeviceFacts) -> None:
+        contiguous = self.contiguous
+        self.call = call._replace(
+            hidden_states=contiguous(call.hidden_states),
+            topk_ids=contiguous(call.topk_ids),
+            topk_weights=contiguous(call.topk_weights),
+            w13=_boxed(ir.ExternKernel.realize_input(call.w13)),
+            w2=_boxed(ir.ExternKernel.realize_input(call.w2)),
+            a13_scale=None if call.a13_scale is None else self.flat(call.a13_scale),
+            a2_scale=None if call.a2_scale is None else self.flat(call.a2_scale),
+        )
+        self.dtype = dtype
+        self.facts = device
+        self.device = call.hidden_states.get_device()
+
+    def flat(self, x: Any) -> Any:
+        """Return a given scale of the activations as [1]."""
+        return self.contiguous(lowering.view(x, [1]))
+
+    def size(self, x: Any) -> list[Any]:
+        """Return a tensor's sizes: symbols for tokens, numbers for all that has a guard."""
+        return [int(s) if s.is_number else s for s in map(_expression, x.get_size())]
+
+    def strides(self, x: Any) -> list[Any]:
+        """Return the strides of a buffer or of a view of one."""
+        return [int(s) if s.is_number else s for s in map(_expression, x.get_stride())]
+
+    def empty(self, *size: Any, dtype: torch.dtype) -> Any:
+        """Return a new buffer, which kernels write."""
+        return empty_strided(list(size), None, dtype=dtype, device=self.device)
+
+    def contiguous(self, x: Any) -> Any:
+        """Return a tensor without gaps."""
+        return _boxed(ir.ExternKernel.require_contiguous(x))
+
+    def matrix(self, x: Any) -> Any:
+        """Return a weight as one matrix [E * N, depth]."""
+        experts, rows, depth = self.size(x)
+        return lowering.view(x, [experts * rows, depth])
+
+    def scale(self, x: Any) -> Any:
+        """Return a weight scale as contiguous [E, columns]."""
+        return self.contiguous(lowering.view(x, x.get_size()[:2]))
+
+    def descriptor(self, x: Any, rows: int, columns: int) -> Described:
+        """Return what stands for a matrix read in blocks."""
+        return Described(x, (rows, columns))
+
+    def launch(self, kernel: Any, programs: Any, arguments: dict[str, Any], tile: Any) -> None:
+        """Add a launch to the graph."""
+        arguments = {n: _boxed(a) if isinstance(a, ir.IRNode) else a for n, a in arguments.items()}
+        blocks = {n: a.block for n, a in arguments.items() if isinstance(a, Described)}
+        plain = {n: a.matrix if n in blocks else a for n, a in arguments.items()}
+        launch_in_graph(
+            configured(kernel, tile.num_warps, tile.num_stages), (programs, 1, 1), plain, blocks
+        )
+
+    def cdiv(self, a: Any, b: int) -> Any:
+        """Return a / b, rounded up."""
+        return tiles.ceil_div(a, b) if isinstance(a, int) else CeilDiv(a, b)
+
+    def minimum(self, a: Any, b: Any) -> Any:
+        """Return the smaller size."""
+        return min(a, b) if isinstance(a, int) and isinstance(b, int) else Min(a, b)
+
+    def multiprocessors(self) -> int:
+        """Return how many multiprocessors the device has."""
+        return self.facts.multiprocessors or FEW_MULTIPROCESSORS
+
+    def column_name(self, scale: Any, weight: Any) -> str:
+        """Name how a scale belongs to its weight."""
+        return scale_columns(self.size(scale)[1], self.size(weight)[1])
+
+
+def _boxed(x: Any) -> ir.TensorBox:
+    """Return a realised tensor as launches take it: all but a TensorBox is a number there."""
+    return x if isinstance(x, ir.TensorBox) else ir.TensorBox(x)
+
+
+def _expression(size: Any) -> Any:
+    """Return a size as an expression, a number where a guard says so."""
+    return V.graph.sizevars.simplify(size)
+
+
+def features_of(call: Any) -> variants.Features:
+    """Return what of a call decides which variants take it; weights are static in shape."""
+
+    def is_plain(x: Any) -> bool:
+        rows, depth = (int(V.graph.sizevars.guard_int(s)) for s in x.get_size()[1:])
+        per_expert, per_row = _weight_strides(x)
+        return per_expert == rows * depth and per_row == depth
+
+    has_plain_weights = is_plain(call.w13) and is_plain(call.w2) and not V.graph.cpp_wrapper
+    return variants.Features(
+        call.activation_quant,
+        call.hidden_states.get_dtype() == torch.int8,
+        call.apply_router_weight_on_input,
+        # Wrappers in C++ have no tensor descriptors (torch 2.11).
+        has_plain_weights,
+    )
+
+
+def _weight_strides(x: Any) -> tuple[int, int]:
+    strides = ir.ExternKernel.realize_input(x).get_stride()
+    per_expert, per_row = (int(V.graph.sizevars.guard_int(s)) for s in strides[:2])
+    return per_expert, per_row

@@ -1,0 +1,128 @@
+"""Quantising by reciprocal: rows into expert order, and the intermediate by its last tile.
+
+T tokens, H hidden, I intermediate, K experts per token. Same codes as eager_kernels.py, with one
+division a row instead of one an element.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tile_math import encode, encode_by, is_extreme, magnitude_bits, scale_of
+
+# Columns that requantize_tile takes at a time.
+STEP = tl.constexpr(64)
+
+
+@triton.jit
+def encode_rows(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """Return int8 codes of rows [R, C] by their scales [R, 1], all bits as encode gives them."""
+    codes = encode_by(x, scale, tl.div_rn(1.0, scale))
+    if tl.max(tl.max(is_extreme(scale).to(tl.int32), axis=1), axis=0) > 0:
+        codes = encode(x, scale)
+    return codes
+
+
+@triton.jit
+def spread_kernel(
+    codes_ptr,  # [T*K, columns] int8 by position
+    scale_out_ptr,  # [T*K] fp32 for "token"; unused with a static scale
+    x_ptr,
+    given_ptr,  # "static": fp32 scale
+    local_ptr,  # [T*K]
+    inverse_ptr,  # [T*K] int32, contribution -> position
+    num_rows,
+    columns,
+    stride_xr,
+    stride_xc,
+    QUANT: tl.constexpr,  # "token" or "static"
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,  # a whole row
+):
+    """Quantise every token once and store its codes at each of its positions.
+
+    codes[inverse[token * K + slot]] = round(x[token] / scale)
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    row_mask = row < num_rows
+    is_inside = row_mask[:, None] & (column < columns)[None, :]
+    x_ptrs = x_ptr + (row * stride_xr)[:, None] + column.to(tl.int64)[None, :] * stride_xc
+    x = tl.load(x_ptrs, mask=is_inside, other=0.0).to(tl.float32)
+    if QUANT == "token":
+        scale = scale_of(tl.max(magnitude_bits(x), axis=1))[:, None]
+    else:
+        scale = tl.load(given_ptr) + tl.zeros((ROWS, 1), tl.float32)
+    codes = encode_rows(x, scale)
+    for slot in tl.static_range(TOP_K):
+        contribution = row * TOP_K + slot
+        is_live = tl.load(local_ptr + contribution, mask=row_mask, other=-1) >= 0
+        position = tl.load(inverse_ptr + contribution, mask=is_live, other=0).to(tl.int64)
+        if QUANT == "token":
+            out_ptrs = scale_out_ptr + position[:, None]
+            tl.store(out_ptrs, scale, mask=is_live[:, None])
+        code_ptrs = codes_ptr + (position * columns)[:, None] + column[None, :]
+        tl.store(code_ptrs, codes, mask=is_inside & is_live[:, None])
+
+
+@triton.jit
+def requantize_tile(
+    codes_ptr,  # [T*K, I] int8 by position
+    scale_out_ptr,  # [T*K] fp32
+    x_ptr,  # [T*K, I] by position
+    first,  # positions of the tile
+    end,
+    columns,
+    ROWS: tl.constexpr,
+):
+    """Quantise one tile's rows of the intermediate, which are in memory complete."""
+    position = first + tl.arange(0, ROWS)
+    row_mask = position < end
+    row = position.to(tl.int64)[:, None] * columns
+    amax = tl.zeros((ROWS, STEP), tl.int32)
+    for start in range(0, columns, STEP):
+        column = start + tl.arange(0, STEP)
+        is_inside = row_mask[:, None] & (column < columns)[None, :]
+        x = tl.load(x_ptr + row + column[None, :], mask=is_inside, other=0.0)
+        amax = tl.maximum(amax, magnitude_bits(x.to(tl.float32)))
+    scale = scale_of(tl.max(amax, axis=1))[:, None]
+    tl.store(scale_out_ptr + position[:, None], scale, mask=row_mask[:, None])
+    for start in range(0, columns, STEP):
+        column = start + tl.arange(0, STEP)
+        is_inside = row_mask[:, None] & (column < columns)[None, :]
+        x = tl.load(x_ptr + row + column[None, :], mask=is_inside, other=0.0)
+        codes = encode_rows(x.to(tl.float32), scale)
+        tl.store(codes_ptr + row + column[None, :], codes, mask=is_inside)
+
+
+@triton.jit
+def requantize_kernel(
+    codes_ptr,  # [rows, columns] int8
+    scale_out_ptr,  # [rows] fp32 for "token"
+    x_ptr,  # [rows, columns], contiguous
+    given_ptr,  # "static": fp32 scale
+    live_ptr,  # HAS_LIVE: rows that count stand behind the first element
+    num_rows,
+    columns,
+    QUANT: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,  # a whole row
+):
+    """Quantise the rows of the intermediate in one read: codes = round(x / scale)."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_mask = row < num_rows
+    if HAS_LIVE:
+        row_mask = row < tl.load(live_ptr + 1)
+    column = tl.arange(0, BLOCK)
+    is_inside = row_mask[:, None] & (column < columns)[None, :]
+    at = (row * columns)[:, None] + column[None, :]
+    x = tl.load(x_ptr + at, mask=is_inside, other=0.0).to(tl.float32)
+    if QUANT == "token":
+        scale = scale_of(tl.max(magnitude_bits(x), axis=1))[:, None]
+        tl.store(scale_out_ptr + row[:, None], scale, mask=row_mask[:, None])
+    else:
+        scale = tl.load(given_ptr) + tl.zeros((ROWS, 1), tl.float32)
+    tl.store(codes_ptr + at, encode_rows(x, scale), mask=is_inside)

@@ -1,0 +1,356 @@
+"""The layers of variants.py as launches, once for eager calls and graphs.
+
+T tokens, H hidden, I intermediate, E local experts, K experts per token. A host makes buffers and
+launches kernels: with tensors at once, or as nodes of Inductor's graph. So the tensors and sizes
+here are a host's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from . import decode_kernels, fused_kernels, quantizing, tiles, variants
+from .tiles import Tile, tile_bound
+
+
+class Host(Protocol):
+    """Make buffers and launch kernels for one call on one device."""
+
+    call: Any
+    dtype: torch.dtype
+
+    def size(self, x: Any) -> list[Any]:
+        """Return a tensor's sizes."""
+
+    def strides(self, x: Any) -> list[Any]:
+        """Return a tensor's strides."""
+
+    def empty(self, *size: Any, dtype: torch.dtype) -> Any:
+        """Return a buffer that kernels write."""
+
+    def contiguous(self, x: Any) -> Any:
+        """Return a tensor without gaps."""
+
+    def matrix(self, x: Any) -> Any:
+        """Return a weight as one matrix [E * N, depth]."""
+
+    def scale(self, x: Any) -> Any:
+        """Return a weight scale as contiguous [E, columns]."""
+
+    def descriptor(self, x: Any, rows: int, columns: int) -> Any:
+        """Return what a kernel reads a matrix by, in blocks."""
+
+    def launch(self, kernel: Any, programs: Any, arguments: dict[str, Any], tile: Tile) -> None:
+        """Launch so many programs of a kernel."""
+
+    def cdiv(self, a: Any, b: int) -> Any:
+        """Return a / b, rounded up."""
+
+    def minimum(self, a: Any, b: Any) -> Any:
+        """Return the smaller size."""
+
+    def multiprocessors(self) -> int:
+        """Return how many multiprocessors the device has."""
+
+    def column_name(self, scale: Any, weight: Any) -> str:
+        """Return how a scale belongs to its weight."""
+
+
+def fused(host: Host, variant: variants.Variant, plan: Any, rows: Any | None) -> Any:
+    """Launch both products; returns [T*K, H] by contribution, for the sum.
+
+    rows: (values, scale, whether it has one for each row) by token; None: put them into order.
+    """
+    up, down = variant.up, variant.down
+    if rows is None:
+        rows = _spread(host, plan)
+    codes, scale, is_per_row = _fused_up(host, variant, plan, rows, up)
+    return _fused_down(host, plan, codes, scale, is_per_row, down)
+
+
+def _row_tile(rows: int, columns: int, warps: int) -> Tile:
+    return Tile(rows, columns, columns, warps, 1)
+
+
+def _spread(host: Host, plan: Any) -> Any:
+    """Quantise tokens into expert order."""
+    call = host.call
+    tokens, columns = host.size(call.hidden_states)
+    top_k = host.size(call.topk_ids)[1]
+    is_token = call.activation_quant == "token"
+    codes = host.empty(tokens * top_k, columns, dtype=torch.int8)
+    scale = host.empty(tokens * top_k, dtype=torch.float32) if is_token else call.a13_scale
+    stride_xr, stride_xc = host.strides(call.hidden_states)
+    block = variants.whole_row(columns)
+    height = max(1, tiles.ROW_ELEMENTS // block)
+    arguments = {
+        "codes_ptr": codes,
+        "scale_out_ptr": scale,
+        "x_ptr": call.hidden_states,
+        "given_ptr": scale,
+        "local_ptr": plan.local,
+        "inverse_ptr": plan.inverse,
+        "num_rows": tokens,
+        "columns": columns,
+        "stride_xr": stride_xr,
+        "stride_xc": stride_xc,
+        "QUANT": call.activation_quant,
+        "TOP_K": top_k,
+        "ROWS": height,
+        "BLOCK": block,
+    }
+    tile = _row_tile(height, block, max(1, min(8, height * block // 512)))
+    host.launch(quantizing.spread_kernel, host.cdiv(tokens, height), arguments, tile)
+    return codes, scale, is_token
+
+
+def _weight(host: Host, name: str, tile: Tile) -> dict[str, Any]:
+    """Return the arguments that stand for a weight, its scale and its bias."""
+    call = host.call
+    weight, bias = getattr(call, name), getattr(call, f"{name}_bias")
+    scale = host.scale(getattr(call, f"{name}_scale"))
+    strides = host.strides(weight)
+    operand = weight
+    if tile.loads != "pointers":
+        operand = host.descriptor(host.matrix(weight), tile.block_n, tile.block_k)
+    return {
+        "w": operand,
+        "w_scale_ptr": scale,
+        "bias_ptr": None if bias is None else host.contiguous(bias),
+        "stride_we": strides[0],
+        "stride_wn": strides[1],
+        "HAS_BIAS": bias is not None,
+        "SCALE_COLUMNS": host.column_name(scale, weight),
+    }
+
+
+def _gate(call: Any) -> dict[str, Any]:
+    return {
+        "alpha": float(call.alpha),
+        "beta": float(call.beta),
+        "limit": 0.0 if call.limit is None else float(call.limit),
+        "ACTIVATION": call.activation,
+        "GATED": call.gated,
+        "HAS_LIMIT": call.limit is not None,
+    }
+
+
+def _blocks(tile: Tile, depth: int) -> dict[str, Any]:
+    return {
+        "LOADS": tile.loads,
+        "FLATTEN": tile.is_flat,
+        "EVEN_K": depth % tile.block_k == 0,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP_M": tile.group_m,
+    }
+
+
+def _programs(host: Host, contributions: Any, experts: int, width: int, tile: Tile) -> Any:
+    """Return how many programs to launch: one a tile at most, or as many as stay resident."""
+    bound = tile_bound(
+        contributions, experts, tile.block_m, minimum=host.minimum, cdiv=host.cdiv
+    ) * tiles.ceil_div(width, tile.block_n)
+    if tile.programs == 0:
+        return bound
+    return host.minimum(bound, tile.programs * host.multiprocessors())
+
+
+def _fused_up(host: Host, variant: variants.Variant, plan: Any, rows: Any, tile: Tile) -> Any:
+    """Launch the first product; returns codes by position, their scale, whether one a row."""
+    call = host.call
+    values, scale, is_per_row = rows
+    tokens, top_k = host.size(call.topk_ids)
+    experts, w_rows, depth = host.size(call.w13)
+    width = w_rows // 2 if call.gated else w_rows
+    stride_am, stride_ak = host.strides(values)
+    contributions = tokens * top_k
+    is_token = call.activation_quant == "token"
+    in_tile = not variant.is_requantized_apart
+    requantize = ("token" if is_token else "static") if in_tile else "apart"
+    middle = host.empty(contributions, width, dtype=host.dtype)
+    codes = host.empty(contributions, width, dtype=torch.int8)
+    code_scale = host.empty(contributions, dtype=torch.float32) if is_token else call.a2_scale
+    weight = _weight(host, "w13", tile)
+    arguments = {
+        "out_ptr": middle,
+        "codes_ptr": codes,
+        "code_scale_ptr": code_scale,
+        "counters_ptr": plan.counters,
+        "a": values,
+        "a_scale_ptr": scale,
+        **weight,
+        "order_ptr": plan.order,
+        "tiles_ptr": plan.tiles,
+        "top_k": top_k,
+        "depth": depth,
+        "width": width,
+        "stride_am": stride_am,
+        "stride_ak": stride_ak,
+        "up_offset": width * weight["stride_wn"],
+        **_gate(call),
+        "HAS_ROW_SCALE": is_per_row,
+        "REQUANTIZE": requantize,
+        **_blocks(tile, depth),
+    }
+    if tile.loads == "both":
+        arguments["a"] = host.descriptor(values, tile.block_m, tile.block_k)
+    programs = _programs(host, contributions, experts, width, tile)
+    host.launch(fused_kernels.fused_up_kernel, programs, arguments, tile)
+    if requantize == "apart":
+        _requantize(host, middle, codes, code_scale, plan.tiles)
+    return codes, code_scale, is_token
+
+
+def _requantize(host: Host, middle: Any, codes: Any, scale: Any, live: Any | None) -> None:
+    """Quantise the intermediate in a launch of its own."""
+    rows, columns = host.size(middle)
+    block = variants.whole_row(columns)
+    height = max(1, tiles.ROW_ELEMENTS // block) if live is not None else 1
+    arguments = {
+        "codes_ptr": codes,
+        "scale_out_ptr": scale,
+        "x_ptr": middle,
+        "given_ptr": scale,
+        "live_ptr": live,
+        "num_rows": rows,
+        "columns": columns,
+        "QUANT": host.call.activation_quant,
+        "HAS_LIVE": live is not None,
+        "ROWS": height,
+        "BLOCK": block,
+    }
+    tile = _row_tile(height, block, max(1, min(8, height * block // 512)))
+    host.launch(quantizing.requantize_kernel, host.cdiv(rows, height), arguments, tile)
+
+
+def _fused_down(host: Host, plan: Any, codes: Any, scale: Any, is_per_row: bool, tile: Tile) -> Any:
+    """Launch the second product."""
+    call = host.call
+    tokens, top_k = host.size(call.topk_ids)
+    experts, width, depth = host.size(call.w2)
+    stride_rt, stride_rk = host.strides(call.topk_weights)
+    contributions = tokens * top_k
+    parts = host.empty(contributions, width, dtype=host.dtype)
+    operand = codes
+    if tile.loads == "both":
+        operand = host.descriptor(codes, tile.block_m, tile.block_k)
+    arguments = {
+        "out_ptr": parts,
+        "a": operand,
+        "a_scale_ptr": scale,
+        **_weight(host, "w2", tile),
+        "weights_ptr": call.topk_weights,
+        "order_ptr": plan.order,
+        "tiles_ptr": plan.tiles,
+        "top_k": top_k,
+        "depth": depth,
+        "width": width,
+        "stride_am": depth,
+        "stride_rt": stride_rt,
+        "stride_rk": stride_rk,
+        "HAS_ROUTER_WEIGHT": not call.apply_router_weight_on_input,
+        "HAS_ROW_SCALE": is_per_row,
+        **_blocks(tile, depth),
+    }
+    programs = _programs(host, contributions, experts, width, tile)
+    host.launch(fused_kernels.fused_down_kernel, programs, arguments, tile)
+    return parts
+
+
+def decode(host: Host, variant: variants.Variant) -> Any:
+    """Launch a layer of few contributions; returns [T, H]."""
+    call = host.call
+    tokens, top_k = host.size(call.topk_ids)
+    contributions = tokens * top_k
+    experts = host.size(call.w13)[0]
+    stride_it, stride_ik = host.strides(call.topk_ids)
+    known = call.expert_map
+    routed = {
+        "ids_ptr": call.topk_ids,
+        "map_ptr": None if known is None else host.contiguous(known),
+        "num_contributions": contributions,
+        "num_experts": experts,
+        "map_size": 0 if known is None else host.size(known)[0],
+        "stride_it": stride_it,
+        "stride_ik": stride_ik,
+        "HAS_MAP": known is not None,
+    }
+    middle = _decode_up(host, variant.up, routed)
+    values, scale, quant = middle, call.a2_scale, call.activation_quant
+    if quant != "none" and variant.is_requantized_apart:
+        quant = "given"
+        values = host.empty(*host.size(middle), dtype=torch.int8)
+        is_token = call.activation_quant == "token"
+        scale = host.empty(contributions, dtype=torch.float32)
+        _requantize(host, middle, values, scale if is_token else call.a2_scale, None)
+        if not is_token:
+            quant, scale = "given-one", call.a2_scale
+    return _decode_down(host, variant.down, routed, values, scale, quant)
+
+
+def _decode_up(host: Host, tile: Tile, routed: dict[str, Any]) -> Any:
+    call = host.call
+    _, w_rows, depth = host.size(call.w13)
+    width = w_rows // 2 if call.gated else w_rows
+    contributions = routed["num_contributions"]
+    stride_xm, stride_xk = host.strides(call.hidden_states)
+    out = host.empty(contributions, width, dtype=host.dtype)
+    weight = _weight(host, "w13", tile)
+    arguments = {
+        "out_ptr": out,
+        "x_ptr": call.hidden_states,
+        "a_scale_ptr": call.a13_scale,
+        "w_ptr": weight.pop("w"),
+        **weight,
+        **routed,
+        "top_k": host.size(call.topk_ids)[1],
+        "depth": depth,
+        "width": width,
+        "stride_xm": stride_xm,
+        "stride_xk": stride_xk,
+        "up_offset": width * weight["stride_wn"],
+        **_gate(call),
+        "QUANT": call.activation_quant,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+    }
+    programs = contributions * tiles.ceil_div(width, tile.block_n)
+    host.launch(decode_kernels.decode_up_kernel, programs, arguments, tile)
+    return out
+
+
+def _decode_down(
+    host: Host, tile: Tile, routed: dict[str, Any], values: Any, scale: Any, quant: str
+) -> Any:
+    call = host.call
+    tokens, top_k = host.size(call.topk_ids)
+    _, width, depth = host.size(call.w2)
+    stride_rt, stride_rk = host.strides(call.topk_weights)
+    out = host.empty(tokens, width, dtype=host.dtype)
+    weight = _weight(host, "w2", tile)
+    arguments = {
+        "out_ptr": out,
+        "a_ptr": values,
+        "a_scale_ptr": scale,
+        "w_ptr": weight.pop("w"),
+        **weight,
+        "weights_ptr": call.topk_weights,
+        **routed,
+        "depth": depth,
+        "width": width,
+        "stride_rt": stride_rt,
+        "stride_rk": stride_rk,
+        "HAS_ROUTER_WEIGHT": True,
+        "QUANT": quant,
+        "TOP_K": top_k,
+        "SLOTS": 1 << (top_k - 1).bit_length(),
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+    }
+    programs = tokens * tiles.ceil_div(width, tile.block_n)
+    host.launch(decode_kernels.decode_down_kernel, programs, arguments, tile)
+    return out

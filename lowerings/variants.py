@@ -1,0 +1,165 @@
+"""Which sequence of kernels computes a layer, as plain data; host only, needs no GPU.
+
+"apart" is the measured one: quantise, product, quantise, product, sum, tiles from tiles.TABLE.
+"fused" quantises the intermediate in the first product and may load by tensor descriptor;
+"decode" takes two or three launches without routing. Nobody has timed those two yet, so default
+is always "apart": they run where a test, a benchmark or max-autotune asks for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from .. import compat
+from ..oracle import DeviceFacts
+from . import tiles
+from .tiles import Product, Tile
+
+# A tensor descriptor's rows start at multiples of so many bytes.
+DESCRIPTOR_BYTES: Final = 16
+# Columns that a program quantises or multiplies as one block.
+SPREAD_COLUMNS: Final = 8192
+WHOLE_ROW: Final = 16384
+# More contributions than this leave "decode" behind: it reads an expert once for each.
+DECODE_CONTRIBUTIONS: Final = 64
+CACHE_KEY: Final = "int8moe_compile.lowerings.variants"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Name a sequence of kernels, its tiles, and whether the second quantisation stands apart."""
+
+    name: str
+    up: Tile
+    down: Tile
+    is_requantized_apart: bool = True
+
+
+@dataclass(frozen=True)
+class Features:
+    """Say what a call has that a variant may not take."""
+
+    quant: str = "token"
+    is_int8_input: bool = False
+    is_weight_on_input: bool = False
+    # Weights whose experts and rows lie without gaps, as one matrix [E*N, depth].
+    has_plain_weights: bool = True
+
+
+def takes(variant: Variant, up: Product, down: Product, device: DeviceFacts, has: Features) -> bool:
+    """Say whether a variant computes a call; "apart" computes all."""
+    if variant.name == "apart":
+        return True
+    if variant.name == "decode":
+        fits = up.depth <= SPREAD_COLUMNS and down.depth <= WHOLE_ROW
+        is_plain = not has.is_int8_input and not has.is_weight_on_input
+        return fits and is_plain and has.quant in ("token", "static", "none")
+    loads = {variant.up.loads, variant.down.loads}
+    if loads != {"pointers"}:
+        major = (device.capability or (0, 0))[0]
+        is_aligned = up.depth % DESCRIPTOR_BYTES == 0 and down.depth % DESCRIPTOR_BYTES == 0
+        if tiles.is_rocm(device) or major < 9 or not is_aligned or not has.has_plain_weights:
+            return False
+    if variant.up.loads == "both" and (
+        has.is_int8_input or has.is_weight_on_input or up.depth > SPREAD_COLUMNS
+    ):
+        return False
+    return has.quant in ("token", "static") and down.depth <= WHOLE_ROW
+
+
+def candidates(
+    up: Product, down: Product, device: DeviceFacts, has: Features
+) -> tuple[Variant, ...]:
+    """Return the variants to compare for a layer, the default first."""
+    default = Variant("apart", *tiles.choose_pair(up, down, device))
+    found = [default]
+    for variant in (*_decode(up, down), *_fused(up, down, default)):
+        if not takes(variant, up, down, device, has) or variant in found:
+            continue
+        if variant.name == "decode" or _fits(variant, up, down, device):
+            found.append(variant)
+    return tuple(found)
+
+
+def _fits(variant: Variant, up: Product, down: Product, device: DeviceFacts) -> bool:
+    pairs = ((variant.up, up), (variant.down, down))
+    return all(tiles.shared_memory(t, p, device) <= tiles.limit_of(device) for t, p in pairs)
+
+
+def whole_row(depth: int) -> int:
+    """Return the block that holds a row."""
+    return max(32, 1 << (depth - 1).bit_length())
+
+
+def _decode(up: Product, down: Product) -> Iterator[Variant]:
+    """Yield variants without routing, the second quantisation in the product or apart."""
+    if up.contributions > DECODE_CONTRIBUTIONS:
+        return
+    up_k, down_k = whole_row(up.depth), whole_row(down.depth)
+    for width, apart in ((4, False), (4, True), (8, True), (2, True)):
+        warps = 4 if up_k <= 2048 else 8
+        first = Tile(1, width, up_k, warps, 1)
+        second = Tile(1, width, down_k, 4 if down_k <= 1024 else 8, 1)
+        yield Variant("decode", first, second, apart)
+
+
+def _fused(up: Product, down: Product, default: Variant) -> Iterator[Variant]:
+    """Yield variants that quantise in the first product: the default's tiles, then descriptors."""
+    yield Variant("fused", default.up, default.down, False)
+    rows = tiles.rows_per_expert(up.contributions, up.experts)
+    if rows < 24:
+        yield replace_loads(Variant("fused", default.up, default.down, False), "weights")
+        return
+    group = 32 if up.experts <= tiles.FEW_EXPERTS else 8
+    for block_m in (64, 128):
+        if block_m == 64 and rows > 192:
+            continue
+        narrow = up.panels == 2
+        width = 64 if narrow else 128
+        first = Tile(block_m, width, 128, 4, 3, group, "both", 2)
+        second = Tile(block_m, 256, 128, 8, 3, group, "both", 1, True)
+        if block_m == 64:
+            second = replace(second, block_n=128, num_warps=4, programs=2, is_flat=False)
+        for apart in (False, True):
+            yield Variant("fused", first, second, apart)
+        yield Variant("fused", replace(first, loads="weights"), second, False)
+
+
+def replace_loads(variant: Variant, loads: str) -> Variant:
+    """Return a variant whose products load otherwise; a descriptor's row holds 128 bytes."""
+    up = replace(variant.up, loads=loads, block_k=min(128, variant.up.block_k))
+    down = replace(variant.down, loads=loads, block_k=min(128, variant.down.block_k))
+    return replace(variant, up=up, down=down)
+
+
+_forced: list[Variant] = []
+
+
+@contextlib.contextmanager
+def forced(variant: Variant) -> Iterator[None]:
+    """Compute layers with one variant inside the context, where it takes the call.
+
+    For tests and benchmarks; a graph keeps what it was compiled with, also in Inductor's cache.
+    """
+    _forced.append(variant)
+    compat.add_to_inductor_key(CACHE_KEY, repr(_forced))
+    try:
+        yield
+    finally:
+        _forced.pop()
+        compat.add_to_inductor_key(CACHE_KEY, repr(_forced))
+
+
+def choose(up: Product, down: Product, device: DeviceFacts, has: Features) -> Variant:
+    """Return the variant of a call: the forced one if it takes the call, else "apart"."""
+    if _forced and takes(_forced[-1], up, down, device, has):
+        return _forced[-1]
+    return Variant("apart", *tiles.choose_pair(up, down, device))
+
+
+def forced_variant() -> Variant | None:
+    """Return the variant that a test or benchmark asks for."""
+    return _forced[-1] if _forced else None

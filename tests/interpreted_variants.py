@@ -1,0 +1,142 @@
+"""Every variant's kernels in Triton's interpreter; collected in a process of its own only.
+
+TRITON_INTERPRET decides when a kernel is defined, so test_lowerings_interpreter.py starts this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import interpreter  # noqa: F401  (first: it sets TRITON_INTERPRET)
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from gpu_cases import CASES
+from support import Problem, assert_close
+
+from int8moe_compile.lowerings import eager, tile_math, variants
+from int8moe_compile.lowerings.tiles import Tile
+from int8moe_compile.lowerings.variants import Variant
+from int8moe_compile.ops.arguments import ExpertsArguments
+from int8moe_compile.oracle import DeviceFacts
+
+HOPPER = DeviceFacts("cuda", (9, 0), "sm_90", 232448, 4)
+SMALL = Tile(16, 32, 32, 4, 2)
+BOTH = replace(SMALL, loads="both", programs=1, group_m=2)
+WEIGHTS = replace(SMALL, block_n=64, loads="weights")
+
+
+# Blocks of 256 hold every row of the cases here; wide ones keep the interpreter's programs few.
+UP, DOWN = Tile(1, 32, 256, 4, 1), Tile(1, 32, 256, 4, 1)
+VARIANTS = {
+    "fused-pointers": Variant("fused", SMALL, replace(SMALL, block_n=64), False),
+    "fused-weights": Variant("fused", WEIGHTS, WEIGHTS, False),
+    "fused-both": Variant("fused", BOTH, replace(BOTH, is_flat=True), False),
+    "apart-both": Variant("fused", BOTH, BOTH, True),
+    "decode": Variant("decode", UP, DOWN, False),
+    "decode-apart": Variant("decode", UP, DOWN, True),
+}
+# All that a variant may meet goes to these two; the others share their kernels.
+THOROUGH = ("fused-both", "decode")
+MANY = (
+    *("token-float32", "token-halves", "static-tensor", "none-float16", "none-bfloat16"),
+    *("plain-gelu", "gpt-oss", "dead-ids", "mapped", "strided", "special-rows", "special-static"),
+    *("on-input-token", "codes-token", "tensor-bfloat16"),
+)
+FEW = ("token-bfloat16", "static-bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eager, "facts_of", lambda device: HOPPER)
+    eager._layer_tiles.cache_clear()
+
+
+def run(case: Problem, variant: Variant | None = None) -> torch.Tensor:
+    """Compute a case, by one variant if it takes it."""
+    call = ExpertsArguments(*case.args, **case.options)
+    if variant is None:
+        return eager.experts(call)
+    with variants.forced(variant):
+        return eager.experts(call)
+
+
+def is_taken(case: Problem, variant: Variant) -> bool:
+    """Say whether a variant computes a case itself."""
+    from int8moe_compile.lowerings import eager_variants
+
+    call = ExpertsArguments(*case.args, **case.options)
+    has = eager_variants.features_of(call)
+    return variants.takes(variant, *eager.layer_products(call), HOPPER, has)
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        *((case, name) for name in VARIANTS for case in FEW),
+        *((case, name) for name in THOROUGH for case in MANY),
+        # Several tiles of an expert, so that the last program of each quantises.
+        *(("more-rows", name) for name in ("fused-pointers", "fused-both")),
+    ],
+)
+def test_same_bits_as_the_tables_kernels(case: str, name: str) -> None:
+    """Whatever a variant takes, it computes to the bit; what it does not take, they compute."""
+    built = next(each for each in CASES if each.name == case).build()
+    found = run(built, VARIANTS[name])
+    if built.options.get("activation_quant") == "none":
+        assert_close(found, built)
+    else:
+        assert torch.equal(found.nan_to_num(7.0), run(built).nan_to_num(7.0))
+
+
+def test_the_cases_are_taken() -> None:
+    """Else the test above would compare the tables' kernels with themselves."""
+    cases = {case.name: case.build() for case in CASES}
+    never = {"on-input-token", "codes-token", "tensor-bfloat16"}
+    undescribed = {"none-float16", "none-bfloat16", "plain-gelu", "gpt-oss", "strided"}
+    for name, refused in (("fused-both", never | undescribed), ("decode", never)):
+        found = {case for case in MANY if not is_taken(cases[case], VARIANTS[name])}
+        assert found == refused, name
+    assert is_taken(cases["on-input-token"], VARIANTS["fused-pointers"])
+    for name in VARIANTS:
+        assert all(is_taken(cases[case], VARIANTS[name]) for case in FEW)
+
+
+@triton.jit
+def _encode_kernel(out_ptr, ieee_ptr, x_ptr, scale_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x, scale = tl.load(x_ptr + at), tl.load(scale_ptr + at)
+    reciprocal = tl.div_rn(1.0, scale)
+    tl.store(out_ptr + at, tile_math.encode_by(x, scale, reciprocal))
+    tl.store(ieee_ptr + at, tile_math.encode(x, scale))
+
+
+def test_codes_by_reciprocal_are_the_quotients_codes() -> None:
+    """Scales over the whole range allowed, values beside every half integer and far outside."""
+    draw = torch.Generator().manual_seed(0)
+    count = 1 << 18
+    scale = torch.rand(count, generator=draw) + 1.0
+    scale *= 2.0 ** torch.randint(-90, 90, (count,), generator=draw).float()
+    half = torch.randint(-140, 140, (count,), generator=draw).float() + 0.5
+    x = half * scale
+    for steps in range(-2, 3):
+        target = torch.full((count,), float("inf") if steps > 0 else float("-inf"))
+        near = x.clone()
+        for _ in range(abs(steps)):
+            near = torch.nextafter(near, target)
+        _compare(near, scale)
+    _compare(x.bfloat16().float(), scale)
+    special = torch.tensor(
+        [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 3e38, -3e38, 1e-45]
+    )
+    _compare(special.repeat(count // 8), scale)
+
+
+def _compare(x: torch.Tensor, scale: torch.Tensor) -> None:
+    found, ieee = torch.empty_like(x, dtype=torch.int8), torch.empty_like(x, dtype=torch.int8)
+    with np.errstate(all="ignore"):
+        _encode_kernel[(1,)](found, ieee, x, scale, len(x), len(x))
+    assert torch.equal(found, ieee)
+    assert len(ieee.unique()) > 1

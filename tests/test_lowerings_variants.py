@@ -1,0 +1,122 @@
+"""Variants as data, their kernels compiled for an H200, and what graphs make of them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+
+import offline
+import own_process
+import pytest
+import torch
+from test_lowerings_offline import call
+from test_lowerings_tiles import facts, products
+
+from int8moe_compile.lowerings import tiles, variants
+from int8moe_compile.lowerings.tiles import Tile
+from int8moe_compile.lowerings.variants import Features, Variant
+from int8moe_compile.ops.arguments import ExpertsArguments
+
+FIRST = Tile(128, 64, 128, 4, 3, 8, "both", 2)
+SECOND = Tile(128, 256, 128, 8, 3, 8, "both", 1, True)
+
+
+@pytest.mark.parametrize("arch", ["sm_86", "sm_90", "gfx942"])
+def test_candidates_fit_and_the_measured_one_is_first(arch: str) -> None:
+    device = facts(arch)
+    for up, down in products(1):
+        found = variants.candidates(up, down, device, Features())
+        assert found[0] == Variant("apart", *tiles.choose_pair(up, down, device))
+        assert len(set(found)) == len(found)
+        for variant in found[1:]:
+            assert variant.name in ("fused", "decode")
+            assert arch == "sm_90" or {variant.up.loads, variant.down.loads} == {"pointers"}
+            if variant.name == "fused":
+                for tile, product in ((variant.up, up), (variant.down, down)):
+                    assert tiles.shared_memory(tile, product, device) <= tiles.limit_of(device)
+            else:
+                assert up.contributions <= variants.DECODE_CONTRIBUTIONS
+                assert variant.up.block_k >= up.depth and variant.down.block_k >= down.depth
+
+
+def test_nothing_unmeasured_is_chosen_by_itself() -> None:
+    device = facts("sm_90")
+    for (up, down), quant in itertools.product(products(1), ("token", "static")):
+        assert variants.choose(up, down, device, Features(quant)).name == "apart"
+
+
+def test_a_forced_variant_yields_to_calls_that_it_does_not_take() -> None:
+    up, down = products(1)[0]
+    device, wanted = facts("sm_90"), Variant("fused", FIRST, SECOND, False)
+    with variants.forced(wanted):
+        assert variants.choose(up, down, device, Features()) == wanted
+        for features in (
+            Features("tensor"),
+            Features("none"),
+            Features(is_int8_input=True),
+            Features(is_weight_on_input=True),
+            Features(has_plain_weights=False),
+        ):
+            assert variants.choose(up, down, device, features).name == "apart"
+        assert variants.choose(up, down, facts("sm_80"), Features()).name == "apart"
+        odd = replace(up, depth=2040)
+        assert variants.choose(odd, down, device, Features()).name == "apart"
+    assert variants.choose(up, down, device, Features()).name == "apart"
+
+
+def compiled(case: ExpertsArguments, variant: Variant) -> dict[str, tuple[str, int]]:
+    """Return the assembly and the shared memory of each kernel of a variant, for sm_90."""
+    with variants.forced(variant):
+        launches = offline.record(case, "sm_90")
+    found = {}
+    for launch in launches:
+        result = offline.compile_launch(launch, "sm_90")
+        found[launch.kernel.__name__] = (offline.assembly(result), result.metadata.shared)
+    return found
+
+
+def test_prefill_loads_by_descriptor_and_multiplies_by_warp_groups() -> None:
+    case = call(4096)
+    case = case._replace(w13_bias=None, w2_bias=None, limit=None)
+    found = compiled(case, Variant("fused", FIRST, SECOND, False))
+    assert set(found) == {
+        "count_kernel",
+        "place_kernel",
+        "spread_kernel",
+        "fused_up_kernel",
+        "fused_down_kernel",
+        "combine_kernel",
+    }
+    for name in ("fused_up_kernel", "fused_down_kernel"):
+        text, shared = found[name]
+        assert re.search(r"wgmma\.mma_async\S*\.s32\.s8\.s8", text)
+        assert "cp.async.bulk.tensor" in text
+        assert shared <= offline.SHARED_MEMORY["sm_90"]
+    # The last program of a tile sees what the others wrote.
+    assert re.search(
+        r"atom\.global\.gpu\.acq_rel\.add|atom\.acq_rel\.gpu", found["fused_up_kernel"][0]
+    )
+
+
+def test_descriptors_of_weights_alone_and_static_codes() -> None:
+    weights = replace(FIRST, loads="weights", block_m=64, programs=0)
+    case = call(512, "static")._replace(a13_scale=torch.empty(1), a2_scale=torch.empty(1))
+    found = compiled(case, Variant("fused", weights, replace(weights, block_n=128), False))
+    assert "atom" not in found["fused_up_kernel"][0] and "requantize_kernel" not in found
+    for name in ("fused_up_kernel", "fused_down_kernel"):
+        assert "cp.async.bulk.tensor" in found[name][0]
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_decode_takes_two_or_three_launches(is_apart: bool) -> None:
+    variant = Variant("decode", Tile(1, 4, 512, 4, 1), Tile(1, 4, 256, 4, 1), is_apart)
+    found = compiled(call(1), variant)
+    expected = {"decode_up_kernel", "decode_down_kernel"}
+    assert set(found) == (expected | {"requantize_kernel"} if is_apart else expected)
+    for name in expected:
+        assert "ld.global.v4" in found[name][0] or "ld.global.v2.b64" in found[name][0]
+
+
+def test_generated_source_of_variants() -> None:
+    own_process.run("generated_variants.py", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
