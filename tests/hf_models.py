@@ -190,6 +190,14 @@ TEXT_CONFIGS = {
 }
 
 
+# Classes of later transformers that the operator does not compute, with a part of the reason.
+REFUSALS = {
+    "Inkling2Experts": "its gate is no clamped or plain product",
+    "Inkling2LoopExperts": "its gate is no clamped or plain product",
+    "MuseSparkExperts": "it computes more than the operator does: post_expert_norm.weight",
+}
+
+
 @functools.cache
 def experts_classes() -> list[ExpertsClass]:
     """List every class of transformers that carries the experts decorator, without importing it."""
@@ -206,6 +214,11 @@ def experts_classes() -> list[ExpertsClass]:
                 inits = [item for item in node.body if getattr(item, "name", "") == "__init__"]
                 found.append(ExpertsClass(path.parent.name, node.name, ast.unparse(inits[0])))
     return found
+
+
+def supported_classes() -> list[ExpertsClass]:
+    """List those of them that become one operator; no other may be left out."""
+    return [kind for kind in experts_classes() if kind.name not in REFUSALS]
 
 
 def experts_class(name: str) -> ExpertsClass:
@@ -227,6 +240,7 @@ def build_experts(
     takes_size = kind.name == "Ernie4_5_VLMoeMoeExperts"
     sizes = {
         "hidden_size": HIDDEN,
+        "moe_hidden_size": HIDDEN,
         "moe_intermediate_size": [INTERMEDIATE] * 2 if takes_size else INTERMEDIATE,
         "intermediate_size": INTERMEDIATE,
         "num_experts": EXPERTS,

@@ -9,22 +9,17 @@ from dataclasses import dataclass
 import hf_models
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from passes_support import EXPERTS, MARKER, Captured, run
 from torch import Tensor, nn
 
 from int8moe_compile.hf import experts_arguments, reason_of, record_of
 from int8moe_compile.quantization import quantize_
 
-CLASSES = hf_models.experts_classes()
+CLASSES = hf_models.supported_classes()
 # Bound of the relative L2 error against the module with the same weights, rounded and dequantised:
 # what is left is the rounding of the activations to int8, and of everything to bf16. Measured over
 # all classes: at most 0.0149, 0.0236, 0.0225, 0.0065. A wrong activation or half gives over 0.1.
 BOUNDS = {"w8a8": 0.02, "w8a8_tensor": 0.03, "w8a8_static": 0.03, "w8a16": 0.01}
-# Classes of later transformers whose gate is one of the operator's, in a spelling that the pass
-# does not know: eager they run in int8, compiled their graph is left as it is.
-LEFT_ALONE = {"BeamExperts": "the activation between the two products"}
 
 
 @dataclass(frozen=True)
@@ -65,27 +60,16 @@ def assert_one_call(captured: Captured, layers: int = 1) -> None:
     assert not captured.calls(MARKER)
 
 
-def refused() -> set[str]:
-    """Name the classes of later transformers whose gate or steps the operator does not have."""
-    if Version(transformers.__version__) < Version("5.18"):
-        return set()
-    return {"Inkling2Experts", "Inkling2LoopExperts", "MuseSparkExperts"}
-
-
 def check(kind: hf_models.ExpertsClass, case: Case, scheme: str = "w8a8") -> None:
     """Compile a class in one way; compare with the operator and the dequantised module."""
     original = hf_models.build_experts(kind, implementation=case.implementation)
     experts = copy.deepcopy(original)
     calibration = [inputs(case)] if scheme == "w8a8_static" else None
     quantize_(experts, scheme, calibration=calibration)
-    if record_of(experts) is None and kind.name in refused():
-        pytest.skip(f"refused: {reason_of(experts)}")
+    assert record_of(experts) is not None, reason_of(experts)
     experts.config._experts_implementation = case.implementation
     given = inputs(case)
     captured = run(experts, *given, dynamic=case.dynamic)
-    if kind.name in LEFT_ALONE:
-        assert LEFT_ALONE[kind.name] in str(captured.reasons[0])
-        pytest.xfail(f"left alone by the pass: {captured.reasons[0]}")
     assert_one_call(captured)
     hidden_states, ids, weights = given
     operator = torch.ops.int8moe.experts(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from int8moe_compile.hf import find_experts
 from int8moe_compile.quantization import quantize_
 
-FAMILIES = tiny_families.families()
+FAMILIES = tiny_families.supported()
 WAYS = list(itertools.product(("grouped_mm", "batched_mm"), (False, True)))
 # One with clamps, biases, GELU, no gate, router weights in fp32 and unusual neighbours each.
 SAMPLE = {"deepseek_v4", "gemma4", "gpt_oss", "nemotron_h", "qwen3_next"}

@@ -224,6 +224,24 @@ def test_no_experts_at_all_is_an_error() -> None:
         int8moe_compile.quantize_(model)
 
 
+@pytest.mark.parametrize("family", tiny_families.refused(), ids=lambda family: family.class_name)
+def test_family_that_the_operator_does_not_compute_is_refused(
+    family: tiny_families.Family,
+) -> None:
+    model, inputs = tiny_families.build(family), tiny_families.inputs(family)
+    with torch.no_grad():
+        wanted = tiny_families.outputs(model(**inputs))
+    with pytest.warns(UserWarning, match="left as it was"):
+        int8moe_compile.quantize_(model)
+    rows = int8moe_compile.explain(model)
+    assert len(rows) == len(list(find_experts(model))) >= hf_models.LAYERS
+    for row in rows:
+        assert not row.accepted and row.bytes_after == row.bytes_before > 0
+        assert hf_models.REFUSALS[row.kind] in row.reason
+    with torch.no_grad():
+        assert torch.equal(tiny_families.outputs(model(**inputs)), wanted)
+
+
 @pytest.mark.parametrize("family", tiny_families.families(), ids=lambda family: family.class_name)
 def test_nothing_in_a_supported_family_is_taken_for_undecorated(
     family: tiny_families.Family,

@@ -8,11 +8,12 @@ import hf_models
 import pytest
 import torch
 
-from int8moe_compile.hf import experts_arguments, find_experts, record_of
+import int8moe_compile
+from int8moe_compile.hf import experts_arguments, find_experts, reason_of, record_of
 from int8moe_compile.hf.view import ExpertsView
 from int8moe_compile.quantization import quantize_
 
-CLASSES = hf_models.experts_classes()
+CLASSES = hf_models.supported_classes()
 # int8 codes with 48 to 64 terms a product: 0.015 to 0.02 measured with a scale a row, to 0.035
 # with one for many rows. Another activation, a swapped half or a lost clamp gives 0.1 at least.
 ROUNDING = {"w8a8": 0.03, "w8a8_tensor": 0.05, "w8a8_static": 0.05, "w8a16": 0.02}
@@ -24,16 +25,33 @@ def test_discovery_of_the_decorator_finds_them_all() -> None:
     assert {"MixtralExperts", "GptOssExperts", "NemotronHExperts"} <= names
 
 
+def laid_out_alike(experts: torch.nn.Module, twin: torch.nn.Module) -> None:
+    """Compare the weights that both compute with, then give the twin's the same strides.
+
+    Products of other strides sum in another order.
+    """
+    record = record_of(experts)
+    assert record is not None
+    view = ExpertsView(experts, record)
+    for name, parameter in twin.named_parameters():
+        mine = getattr(view, name)
+        assert torch.equal(mine, parameter), name
+        parameter.data = parameter.data.new_empty_strided(mine.shape, mine.stride()).copy_(
+            parameter.data
+        )
+
+
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.name)
 def test_module_computes_with_its_rounded_weights(kind: hf_models.ExpertsClass) -> None:
     original = hf_models.build_experts(kind)
     experts = copy.deepcopy(original)
     inputs = hf_models.routed()
     assert quantize_(experts) is experts
-    assert record_of(experts) is not None
+    assert record_of(experts) is not None, reason_of(experts)
     assert type(experts) is type(original)
 
     twin = hf_models.rounded_to_int8(copy.deepcopy(original))
+    laid_out_alike(experts, twin)
     for implementation in ("grouped_mm", "batched_mm", "eager"):
         experts.config._experts_implementation = implementation
         twin.config._experts_implementation = implementation
@@ -48,6 +66,26 @@ def test_module_computes_with_its_rounded_weights(kind: hf_models.ExpertsClass) 
         hidden_states, topk_weights=weights, topk_ids=ids, **experts_arguments(experts)
     )
     assert torch.equal(result, operator)
+
+
+REFUSED = [kind for kind in hf_models.experts_classes() if kind.name in hf_models.REFUSALS]
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.name)
+def test_module_that_the_operator_does_not_compute_is_refused(
+    kind: hf_models.ExpertsClass,
+) -> None:
+    original = hf_models.build_experts(kind)
+    experts = copy.deepcopy(original)
+    with pytest.warns(UserWarning, match="left as it was"):
+        quantize_(experts)
+    assert hf_models.REFUSALS[kind.name] in str(reason_of(experts))
+    for name, value in experts.state_dict().items():
+        assert torch.equal(value, original.state_dict()[name]), name
+    (row,) = int8moe_compile.explain(experts)
+    assert not row.accepted and hf_models.REFUSALS[kind.name] in row.reason
+    inputs = hf_models.routed()
+    assert torch.equal(experts(*inputs), original(*inputs))
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a8_tensor", "w8a16"])

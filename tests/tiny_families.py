@@ -24,6 +24,7 @@ HYBRID = ["linear_attention", "full_attention"]
 # Every name under which a configuration may keep one of the sizes of a tiny model.
 SIZES: dict[str, Any] = {
     **hf_models.COMMON,
+    "unpadded_vocab_size": hf_models.VOCAB,
     "intermediate_size": 96,
     "moe_intermediate_size": hf_models.INTERMEDIATE,
     "num_experts": hf_models.EXPERTS,
@@ -66,6 +67,7 @@ INSISTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": [hf_models.INTERMEDIATE] * 2,
         "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [3, 3, 2]},
     },
+    "flint": {"mlp_only_layers": []},
     "gemma4": {
         "enable_moe_block": True,
         "vocab_size_per_layer_input": hf_models.VOCAB,
@@ -83,6 +85,9 @@ INSISTS: dict[str, dict[str, Any]] = {
         "mamba_n_heads": 4,
         "mamba_d_head": 32,
         "mamba_d_state": 16,
+    },
+    "hy_v4_vl": {
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 1, 1]}
     },
     "inkling": {
         "rel_extent": 256,
@@ -172,6 +177,17 @@ def _class_names(folder: str) -> list[str]:
     return []
 
 
+def supported() -> list[Family]:
+    """List the families whose experts become the operator."""
+    folders = {kind.model for kind in hf_models.supported_classes()}
+    return [family for family in families() if family.folder in folders]
+
+
+def refused() -> list[Family]:
+    """List the families whose experts the operator does not compute."""
+    return [family for family in families() if family not in supported()]
+
+
 def configuration(family: Family, **options: Any) -> Any:
     """Build the tiny configuration of a family; options override it."""
     config_cls = family.cls.config_class
@@ -193,10 +209,19 @@ def build(
     """Build a tiny model in eval mode whose experts matter; options override its configuration."""
     torch.manual_seed(seed)
     model: nn.Module = family.cls(configuration(family, **options)).to(dtype).eval()
+    keep_wide(model)
     model.set_experts_implementation(implementation)
     for _, experts in find_experts(model):
         hf_models.widen(experts, seed)
     return model
+
+
+def keep_wide(model: Any) -> None:
+    """Give what a family insists on keeping in fp32 back its dtype, as from_pretrained does."""
+    kept = model._keep_in_fp32_modules_strict or ()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and any(part in name for part in kept):
+            tensor.data = tensor.data.float()
 
 
 def inputs(family: Family, batch: int = 2, length: int = 12, seed: int = 1) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, fx
@@ -20,6 +20,8 @@ from .layouts import to_hf_bias, to_hf_layout
 
 # Name -> shape and dtype, in the order of the arguments.
 Inputs = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+Widened = Literal["", "activation", "halves", "rows"]
 
 IMPLEMENTATIONS: Final = ("grouped_mm", "batched_mm")
 # The operator's word -> Hugging Face's names of functions that compute it in different spellings.
@@ -110,7 +112,10 @@ class Spelling:
     """Say how a gate is written: which function, clamped or not, shifted up rows or not.
 
     function is a name of Hugging Face's, "swish" for ``x * sigmoid(alpha * x)``, or "sigmoid"
-    for the same without alpha.
+    for the same without alpha. widened is the part that runs in fp32: nothing but what PyTorch
+    widens by itself (""), the activation, or the whole gate, cast once behind it, with the rows
+    cast together ("rows") or gate and up apart ("halves"). The operator's own gate runs in fp32
+    and rounds once, so that all of them are equal but for roundings on the way.
     """
 
     activation: str
@@ -118,6 +123,7 @@ class Spelling:
     clamped: bool = False
     shifted: bool = False
     gated: bool = True
+    widened: Widened = ""
 
     def gate(self, literals: Literals) -> Gate:
         """Return the operator's arguments for this gate with these numbers in it."""
@@ -131,18 +137,26 @@ class Spelling:
 
     def apply(self, projected: Tensor, literals: Literals, *, interleaved: bool) -> Tensor:
         """Run the gate on [S,N] as a Hugging Face module would."""
+        dtype = projected.dtype
+        if self.widened == "rows":
+            projected = projected.float()
         if not self.gated:
-            return self._activate(projected, literals)
+            return self._activate(projected, literals).to(dtype)
         if interleaved:
             gate, up = projected[..., ::2], projected[..., 1::2]
         else:
             gate, up = projected.chunk(2, dim=-1)
+        if self.widened == "halves":
+            gate, up = gate.float(), up.float()
         if self.clamped:
             gate = gate.clamp(max=literals.limit)
             up = up.clamp(min=-literals.limit, max=literals.limit)
         if self.shifted:
             up = up + literals.beta
-        return self._activate(gate, literals) * up
+        if self.widened == "activation":
+            gate = gate.float()
+            return self._activate(gate, literals).to(dtype) * up
+        return (self._activate(gate, literals) * up).to(dtype)
 
     def _activate(self, x: Tensor, literals: Literals) -> Tensor:
         if self.function == "swish":
@@ -155,15 +169,26 @@ class Spelling:
         return result
 
 
-def spellings(*, gated: bool) -> list[Spelling]:
-    """List every gate that is known, the plain ones first."""
+def spellings(*, gated: bool, cast: bool) -> list[Spelling]:
+    """List every gate that is known, the plain ones first.
+
+    cast: those that end with a cast from fp32, otherwise those that do not.
+    """
     functions = [(word, name) for word, names in HF_ACTIVATIONS.items() for name in names]
     functions.append(("silu", "sigmoid"))
     if not gated:
-        return [Spelling(word, name, gated=False) for word, name in functions]
+        # Some activations end with a cast themselves, as PyTorch decomposes them.
+        alone: tuple[Widened, ...] = ("", "rows") if cast else ("",)
+        return [
+            Spelling(word, name, gated=False, widened=widened)
+            for widened in alone
+            for word, name in functions
+        ]
     functions.insert(1, ("silu", "swish"))
+    wide: tuple[Widened, ...] = ("halves", "rows") if cast else ("", "activation")
     return [
-        Spelling(word, name, clamped, shifted)
+        Spelling(word, name, clamped, shifted, widened=widened)
+        for widened in wide
         for clamped in (False, True)
         for shifted in (False, True)
         for word, name in functions

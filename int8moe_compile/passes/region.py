@@ -264,7 +264,8 @@ class _Search:
             return None
         gated = around.binding.inputs["gated"]
         closest = _Miss("")
-        for spelling in spellings(gated=problem.gated):
+        cast = _is_cast(self._canon.source(gated))
+        for spelling in spellings(gated=problem.gated, cast=cast):
             pattern = gate_pattern(spelling, layout.interleaved, problem)
             gate = Matcher(pattern, self._canon)
             if not gate.match(pattern.outputs[0], gated):
