@@ -8,6 +8,7 @@ import torch
 from torch._inductor import lowering
 
 from ..ops.arguments import ExpertsArguments
+from . import cpu_layer
 
 
 def register() -> None:
@@ -17,10 +18,15 @@ def register() -> None:
 
 
 def lower(*args: Any, **kwargs: Any) -> Any:
-    """Lower one call; on other devices than CUDA the operator itself is called."""
+    """Lower one call; where a device has no lowering, the operator itself is called."""
     call = ExpertsArguments(*args, **kwargs)
     hidden: Any = call.hidden_states
-    if hidden.get_device().type == "cuda":
+    device_type = hidden.get_device().type
+    if device_type == "cpu":
+        output = cpu_layer.lower(call)
+        if output is not None:
+            return output
+    if device_type == "cuda":
         # Here, because it needs Triton, which not every machine that compiles for its CPU has.
         from . import gpu_layer
 
