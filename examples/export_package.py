@@ -36,7 +36,8 @@ class Logits(nn.Module):
 def export(model: nn.Module, longest: int) -> Any:
     """Trace a model for any batch and any number of tokens up to longest."""
     batch, tokens = torch.export.Dim("batch", max=1024), torch.export.Dim("tokens", max=longest)
-    example = torch.zeros(2, 16, dtype=torch.int64)
+    device = next(model.parameters()).device
+    example = torch.zeros(2, 16, dtype=torch.int64, device=device)
     with torch.no_grad():
         return torch.export.export(
             Logits(model), (example,), dynamic_shapes=({0: batch, 1: tokens},), strict=False
@@ -66,16 +67,18 @@ def main() -> None:
     parser.add_argument("path", type=Path, help="the .pt2 file")
     parser.add_argument("--model", default=str(DEMO), help="a checkpoint's folder")
     parser.add_argument("--run", action="store_true", help="run the file instead of making it")
+    parser.add_argument("--device", default="cpu", help="where the package runs: cpu or cuda")
     parser.add_argument("--longest", type=int, default=1024, help="most tokens in one call")
     options = parser.parse_args()
     if not options.run:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).eval()
+        model = model.to(options.device)
         package(int8moe_compile.quantize_(model), options.path, options.longest)
         print(f"wrote {options.path}: {options.path.stat().st_size:,} bytes")
         return
-    ids = torch.tensor([list(b"def read_lines(path):")])
+    ids = torch.tensor([list(b"def read_lines(path):")], device=options.device)
     print(f"next token: {run(options.path, ids)[0, -1].argmax().item()}")
 
 

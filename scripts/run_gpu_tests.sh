@@ -11,6 +11,12 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 HF_HUB_OFFLINE=1
 failed=0
 
+"$python" - <<'names' || failed=1
+import sys
+sys.path.insert(0, "tests")
+from test_families_gpu import SAMPLE, SEED
+print(f"families of INT8MOE_FAMILY_SEED={SEED}:", *(family.class_name for family in SAMPLE))
+names
 # Only the files that have such tests: the others' imports may be missing on a GPU machine.
 mapfile -t files < <(grep -l "mark\.gpu" tests/test_*.py)
 "$python" -m pytest -q -m gpu -n "${INT8MOE_TEST_WORKERS:-6}" --dist worksteal "$@" "${files[@]}" ||

@@ -1,8 +1,9 @@
 """Write docs/families.md: what transformers has for experts, and what becomes of it.
 
-    python scripts/support_table.py            # after an update of transformers; read the diff
+    python scripts/support_table.py            # with the newest transformers; read the diff
 
 Classes are discovered, built tiny, quantised and asked; nothing in the table is written by hand.
+With an older transformers of TESTED, --check compares the rows that it has.
 """
 
 from __future__ import annotations
@@ -28,14 +29,23 @@ from int8moe_compile.structure import ExpertsStructure  # noqa: E402
 
 TABLE = ROOT / "docs" / "families.md"
 
+# Version -> classes with the decorator, those of them that become the operator, and the models for
+# text (two where a folder has two) that are built of these.
+TESTED = {"5.17.0": (55, 55, 55), "5.24.0": (68, 65, 65)}
+
 HEAD = """\
 # Supported families
 
-Written by `scripts/support_table.py` for transformers {version}; do not edit. {supported} of
-{total} classes that carry transformers' experts decorator are rewritten to one `int8moe.experts` a
-layer, from `grouped_mm` and from `batched_mm`, with static shapes (dynamic ones: a sample)
-(tests/test_families_experts.py). Their {models} language models, two layers each, compile to one
-graph (tests/test_families_models.py).
+Written by `scripts/support_table.py` with transformers {version}; do not edit. A supported class
+that carries transformers' experts decorator is rewritten to one `int8moe.experts` a layer, from
+`grouped_mm` and from `batched_mm`, with static and dynamic shapes and router weights in bfloat16
+and float32 (tests/test_families_experts.py). A language model of it, two layers, compiles to one
+graph with one operator a layer (tests/test_families_models.py). The tests run with
+
+{tested}
+The newer version has all classes of the older one. In a version between or after them classes are
+found the same way: supported if their code is one of the operator's structures, else refused with a
+reason.
 
 The structure is also the name of a snapshot in tests/test_families_snapshots.py, the graph that the
 pass leaves. An intended change of the snapshots is accepted with `EXPECTTEST_ACCEPT=1 pytest
@@ -99,14 +109,34 @@ def as_table(heading: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def render() -> str:
-    """Return the whole page."""
+def counted(rows: list[tuple[str, ...]]) -> tuple[int, int, int]:
+    """Count as TESTED does."""
+    supported = sum(not line[2].startswith("refused") for line in rows)
+    return len(rows), supported, len(tiny_families.supported())
+
+
+def differences() -> list[str]:
+    """Say what the page and the installed transformers disagree about."""
     rows = [row(kind) for kind in hf_models.experts_classes()]
+    version, text = transformers.__version__, TABLE.read_text(encoding="utf-8")
+    found = []
+    if version in TESTED and counted(rows) != TESTED[version]:
+        found.append(f"transformers {version}: {counted(rows)}, TESTED has {TESTED[version]}")
+    if version == list(TESTED)[-1]:
+        return [*found, *([] if text == render(rows) else ["the page is not as written"])]
+    lines = text.splitlines()
+    missing = [line for line in as_table(rows[0], rows[1:]).splitlines() if line not in lines]
+    return [*found, *(line for line in missing if not line.startswith("| ---"))]
+
+
+def render(rows: list[tuple[str, ...]]) -> str:
+    """Return the whole page."""
     values: dict[str, Any] = {
         "version": transformers.__version__,
-        "total": len(rows),
-        "supported": sum(not line[2].startswith("refused") for line in rows),
-        "models": len(tiny_families.families()),
+        "tested": as_table(
+            ("transformers", "classes", "supported", "models"),
+            [(version, *map(str, numbers)) for version, numbers in TESTED.items()],
+        ),
     }
     heading = ("family", "class", "structure", "numbers and layout", "schemes")
     others = [(name, why) for name, why in PECULIARITIES.items()]
@@ -123,8 +153,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="fail if the page is not current")
     if parser.parse_args().check:
-        sys.exit(f"{TABLE} is stale" if TABLE.read_text(encoding="utf-8") != render() else None)
-    TABLE.write_text(render(), encoding="utf-8")
+        found = differences()
+        sys.exit(f"{TABLE} is stale:\n" + "\n".join(found) if found else None)
+    rows = [row(kind) for kind in hf_models.experts_classes()]
+    TABLE.write_text(render(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -119,15 +119,24 @@ def test_packaged_experts_run_in_a_fresh_process(name: str, tmp_path: Path) -> N
     assert "Could not find schema for int8moe::experts" in message
 
 
-@pytest.mark.slow
-def test_packaged_demo_model_has_the_same_perplexity(tmp_path: Path) -> None:
-    model = quantize_(demo.load())
+CUDA = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
+)
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=CUDA)]
+)
+def test_packaged_demo_model_has_the_same_perplexity(device: str, tmp_path: Path) -> None:
+    model = quantize_(demo.load(device))
     names = [name for name, _ in find_experts(model)]
     package = tmp_path / "demo.pt2"
     program = export_package.export(model, demo.CONTEXT)
     assert outcomes(program, package) == [(f"model.{name}", True, None) for name in names]
     export_package.package(model, package, demo.CONTEXT)
     rows, _ = demo.split_windows(demo.held_out_windows(), 4)
+    rows = rows.to(device)
     # Contiguous, because a package reads its inputs with the strides of the example, unchecked.
     inputs = [(rows[:, :-1].contiguous(),), (rows[:1, :33].contiguous(),)]
     results = run_fresh(package, inputs, "import int8moe_compile")
@@ -139,7 +148,7 @@ def test_packaged_demo_model_has_the_same_perplexity(tmp_path: Path) -> None:
         math.exp(demo.negative_log_likelihood(logits, rows[:, 1:]) / count)
         for logits in (results[0], eager)
     )
-    print(f"perplexity of the package {perplexity:.4f}, of eager INT8 {wanted:.4f}")
+    print(f"{device}: perplexity of the package {perplexity:.4f}, of eager INT8 {wanted:.4f}")
     # Inductor keeps intermediates that eager rounds to bf16 in fp32; int8 noise itself is 0.5 %.
     assert perplexity == pytest.approx(wanted, rel=2e-3)
     assert results[1].shape == (1, 33, model.config.vocab_size)

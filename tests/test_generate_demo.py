@@ -34,19 +34,33 @@ def written(model: Any, ids: torch.Tensor, config: CompileConfig | None) -> Any:
     return result.sequences[0, ids.shape[1] :], torch.stack(result.logits)[:, 0].float()
 
 
-@pytest.mark.slow
+CUDA = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
+)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_demo_text_compiled_and_eager(dtype: torch.dtype) -> None:
-    model = int8moe_compile.quantize_(demo.load().to(dtype))
-    ids = torch.tensor([list(demo.PROMPT.encode())])
+@pytest.mark.parametrize(
+    ("device", "mode"),
+    [
+        pytest.param("cpu", "default", marks=pytest.mark.slow),
+        pytest.param("cuda", "reduce-overhead", marks=CUDA),
+    ],
+)
+def test_demo_text_compiled_and_eager(device: str, mode: str, dtype: torch.dtype) -> None:
+    model = int8moe_compile.quantize_(demo.load(device).to(dtype))
+    ids = torch.tensor([list(demo.PROMPT.encode())], device=device)
     eager, eager_logits = written(model, ids, None)
-    config = CompileConfig(mode="default", fullgraph=True)
+    config = CompileConfig(mode=mode, fullgraph=True)
     config._compile_all_devices = True
+    torch._dynamo.reset()
     with int8moe_compile.enabled():
         counters.clear()
         compiled, logits = written(model, ids, config)
         compilations = counters["stats"]["unique_graphs"]
-    print(f"{dtype}: {compilations} compilations; {bytes(compiled.tolist())!r}")
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    print(f"{device} {mode} {dtype}: {compilations} compilations; {bytes(compiled.tolist())!r}")
     assert compilations == 1
     differing = (eager != compiled).nonzero().flatten()
     if dtype == torch.float32:
