@@ -87,6 +87,8 @@ def read_metadata(paths: Iterable[Path]) -> dict[str, str]:
 
 def _read_fields(path: Path) -> tuple[dict[str, Any], int, int]:
     """Return a file's header, the place where the tensors begin, and the file's size."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: wanted a safetensors file, got none")
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -144,9 +146,11 @@ def is_dense(name: TensorName, entries: Mapping[str, TensorEntry]) -> bool:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """List the safetensors files of a checkpoint directory, as its index says if it has one."""
+    """List the files that transformers loads: the single one, else those of the index, else all."""
     index = directory / INDEX
-    if index.is_file():
+    if (directory / SINGLE).is_file():
+        paths = [directory / SINGLE]
+    elif index.is_file():
         names = sorted(set(read_index(index).values()))
         paths = [directory / name for name in names]
     else:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint_files import DTYPES, INDEX, read_header, read_tensor
+from .checkpoint_names import place
 from .checkpoint_pack import pack_codes
 from .convert_plan import Conversion, Step, plan_conversion
 from .errors import CheckpointError
@@ -166,7 +167,7 @@ def quantised(conversion: Conversion, step: Step, device: torch.device) -> Itera
     per_tensor = conversion.scheme.weight_key == INT8_STATIC_TENSOR
     if name.expert is not None:
         weight = read_tensor(entry).to(device)
-        codes, scale = quantize_weight(weight, "tensor" if per_tensor else "channel")
+        codes, scale = _codes_and_scale(step, weight, "tensor" if per_tensor else "channel")
         codes, scale = codes.cpu(), scale.cpu()
         if conversion.scheme.activation_key is None:
             shape = torch.tensor(codes.shape)
@@ -181,11 +182,19 @@ def quantised(conversion: Conversion, step: Step, device: torch.device) -> Itera
     layout = conversion.layout
     for index in range(entry.shape[0]):
         ours = from_hf_layout(read_tensor(entry, index)[None].to(device), layout, which)
-        codes, scale = quantize_weight(ours, granularity)
+        codes, scale = _codes_and_scale(step, ours, granularity)
         if layout.interleaved and which == "w13" and not per_tensor:
             scale = interleave(scale)
         codes = to_hf_layout(codes, layout, which).contiguous().cpu()
         yield [(index * codes.numel(), codes), (index * scale.numel() * 4, scale.cpu())]
+
+
+def _codes_and_scale(step: Step, weight: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
+    """Quantise; a refusal names file and tensor."""
+    try:
+        return quantize_weight(weight, granularity)
+    except ValueError as error:
+        raise CheckpointError(f"{step.entry.file}: {place(step.key)}: {error}") from error
 
 
 def _bytes(tensor: Tensor) -> memoryview:

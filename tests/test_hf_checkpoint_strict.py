@@ -275,6 +275,16 @@ def test_a_damaged_file_is_refused(good: Written, tmp_path: Path, damage: Callab
         load(directory, good)
 
 
+def test_a_missing_file_is_refused(good: Written, tmp_path: Path):
+    directory = good.save(tmp_path)
+    (directory / "model.safetensors").rename(directory / "model-1.safetensors")
+    files = dict.fromkeys(good.tensors, "model-1.safetensors") | {NORM: "model-2.safetensors"}
+    text = json.dumps({"metadata": {}, "weight_map": files})
+    (directory / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"model-2\.safetensors: wanted .* file, got none"):
+        load(directory, good)
+
+
 def test_pickled_weights_are_refused(good: Written, tmp_path: Path):
     directory = good.save(tmp_path)
     (directory / "model.safetensors").unlink()

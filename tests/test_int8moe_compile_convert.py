@@ -193,6 +193,24 @@ def test_faults_of_the_user_are_said(tmp_path: Path):
         plan_conversion(source, W8A8)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe"])
+def test_weights_that_are_not_finite_are_named(tmp_path: Path, family: str):
+    model = build(family)
+    list(find_experts(model))[1][1].down_proj.data[3, 5, 7] = float("nan")
+    model.save_pretrained(tmp_path / "float")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*layer 1, .*down\): .*finite"):
+        convert_checkpoint(tmp_path / "float", tmp_path / "int8", progress=False)
+    assert not (tmp_path / "int8" / "config.json").exists()
+
+
+def test_files_that_transformers_does_not_load_are_left_out(tmp_path: Path):
+    source = saved(tmp_path / "float", shard="1GB")
+    (source / "consolidated.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    target = convert_checkpoint(source, tmp_path / "int8", progress=False)
+    assert [file.name for file in target.glob("*.safetensors")] == ["model.safetensors"]
+    assert len(list(explain_directory(source, device="cpu"))) == 2
+
+
 def without_experts(directory: Path) -> Path:
     from safetensors.torch import save_file
 
