@@ -135,3 +135,38 @@ def test_freezing_keeps_int8_constants() -> None:
     held = sum(tensor.nbytes for tensor in (*experts.parameters(), *experts.buffers()))
     assert constants
     assert sum(tensor.nbytes for tensor in constants.values()) <= 1.1 * held
+
+
+@pytest.mark.slow
+def test_compiling_an_offloaded_model_does_no_harm(tmp_path: Any) -> None:
+    # accelerate's hooks break the graph around every module, so that the experts run eagerly.
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = quantised(), hf_models.token_ids()
+    wanted = eager(model, ids)
+    devices = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    devices |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    accelerate.dispatch_model(
+        model, device_map=devices, main_device="cpu", offload_dir=str(tmp_path)
+    )
+    captured = run(model, ids, use_cache=False, fullgraph=False)
+    assert not captured.calls(MARKER)
+    assert hf_models.relative_error(captured.result.logits, wanted) < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+@pytest.mark.parametrize("compiles", [False, True])
+def test_device_map_over_two_devices(compiles: bool) -> None:
+    # Two GPUs where there are, otherwise the second layer's weights wait on the CPU.
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = quantised().cuda(), hf_models.token_ids().cuda()
+    wanted = eager(model, ids)
+    second: Any = 1 if torch.cuda.device_count() > 1 else "cpu"
+    devices = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": second}
+    devices |= {"model.norm": 0, "model.rotary_emb": 0, "lm_head": 0}
+    accelerate.dispatch_model(model, device_map=devices, main_device=0)
+    with torch.no_grad(), int8moe_compile.enabled():
+        called: Any = torch.compile(model) if compiles else model
+        result = called(ids, use_cache=False).logits
+    assert result.device == wanted.device
+    assert hf_models.relative_error(result, wanted) < 2e-2

@@ -140,5 +140,10 @@ def test_other_families_generate_compiled(family: str) -> None:
     ids = padded_batch()
     wanted = generate(model, ids)
     assert torch.equal(generate(model, ids, compile_config=compiler.config), wanted)
-    assert len(compiler.graphs) == 1
     compiler.assert_rewritten(hf_models.LAYERS)
+    # The float model's own: the sliding cache of gpt_oss counts in Python and recompiles once.
+    plain = Compiler()
+    torch._dynamo.reset()
+    generate(hf_models.build_model(family, dtype=torch.float32), ids, compile_config=plain.config)
+    print(f"{family}: {len(compiler.graphs)} compilations, {len(plain.graphs)} in float")
+    assert len(compiler.graphs) == len(plain.graphs) <= 2

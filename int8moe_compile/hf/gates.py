@@ -175,7 +175,9 @@ def _matches(function: Callable[[Tensor, Tensor], Tensor], gate: Gate) -> bool:
     pairs = torch.cartesian_prod(grid, grid)
     gates, ups = pairs[:, 0].reshape(grid.numel(), -1), pairs[:, 1].reshape(grid.numel(), -1)
     got = function(gates.clone(), ups.clone())
-    return _equal(got, _formula(torch.cat((gates, ups), -1), gate))
+    # In fp32, gelu loses digits where 1 + tanh(g) or 1 + erf(g) is nearly 0, and up enlarges that.
+    size = (1.0 + gates.abs().clamp(max=100.0)) * (1.0 + ups.abs())
+    return _equal(got, _formula(torch.cat((gates, ups), -1), gate), size)
 
 
 def _grid(limit: float | None) -> Tensor:
@@ -200,11 +202,15 @@ def _formula(h: Tensor, gate: Gate) -> Tensor:
     )
 
 
-def _equal(got: object, wanted: Tensor) -> bool:
-    """Compare within the rounding of an activation that works in fp32 inside."""
+def _equal(got: object, wanted: Tensor, size: Tensor | float = 1.0) -> bool:
+    """Compare within the rounding of an activation that works in fp32 inside.
+
+    size: the magnitude of what was rounded on the way, beside that of the result.
+    """
     if not isinstance(got, Tensor) or got.shape != wanted.shape:
         return False
-    return torch.allclose(got.to(torch.float64), wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    difference = (got.to(torch.float64) - wanted).abs()
+    return bool((difference <= TOLERANCE * (wanted.abs() + size)).all())
 
 
 def _snapped(value: float, known: Iterable[float]) -> float:

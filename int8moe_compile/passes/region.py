@@ -34,6 +34,8 @@ _ROOT = re.compile(r"^(L\['\w+'\]|self|mod)(?=[.\[]|$)")
 _INDEX = re.compile(r"\[['\"]?(\w+)['\"]?\]")
 # A region has 20 to 60 nodes; a walk that leaves it need not go on through the model.
 _NEAR = 400
+# Transposed or not, gate and up alternating or not; those that models have first.
+LAYOUTS = ((False, False), (True, True), (True, False), (False, True))
 _LOOP = (
     "the experts run as a Python loop: set_experts_implementation('grouped_mm') or 'batched_mm' "
     "first"
@@ -231,7 +233,7 @@ class _Search:
                 casts_sum=_is_cast(slots),
             )
             for autocast in contexts:
-                for transposed, interleaved in ((False, False), (True, True), (True, False)):
+                for transposed, interleaved in LAYOUTS:
                     layout = Layout(transposed, interleaved, bias_dtype is not None)
                     yield output, name, layout, replace(problem, autocast=autocast)
 
