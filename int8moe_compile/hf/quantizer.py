@@ -81,8 +81,11 @@ class Int8MoeQuantizer(HfQuantizer):
         self._model, self._files, self._device = model, files, _first_device(device_map)
         return model
 
-    def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
-        """Plan the load, and put our own routes before the family's conversions."""
+    def update_weight_conversions(self, weight_conversions: list[Any], *_: Any) -> list[Any]:
+        """Plan the load, and put our own routes before the family's conversions.
+
+        transformers 5.24 hands over the model as well, which is the one that is kept already.
+        """
         model, self._conversions = self._model, weight_conversions
         if model is None:  # asked outside a load, when saving
             return weight_conversions
@@ -107,6 +110,17 @@ class Int8MoeQuantizer(HfQuantizer):
         routes = self._plan.routes
         return [PlannedRenaming(routes), PlannedConverter(routes), *weight_conversions]
 
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+        """Leave what goes to our builders in its own dtype: scales would be rounded to the model's.
+
+        transformers asks from 5.24 on; before, it casts nothing that a quantised file holds.
+        """
+        if isinstance(converter, PlannedConverter):
+            return None
+        if isinstance(param, Tensor):
+            return dtype if param.is_floating_point() else None
+        return dtype if param.get_dtype().startswith(("F", "BF")) else None
+
     def _prepare(self, model: nn.Module) -> None:
         """Give every module that will be int8 the parameters and buffers that loading fills."""
         for path, record in self._plan.records.items():
@@ -116,7 +130,11 @@ class Int8MoeQuantizer(HfQuantizer):
                 if self.pre_quantized:
                     put_weight(module, name, codes, scale, input_scale)
                 else:
-                    # Loading casts to the placeholder's dtype before anything is quantised.
+                    # Loading casts to the placeholder's dtype before anything is quantised, and
+                    # from transformers 5.24 on compares its shape with that of the codes.
+                    held = getattr(module, name)
+                    if held.shape != codes.shape:
+                        setattr(module, name, nn.Parameter(held.new_empty(codes.shape), False))
                     module.register_buffer(name + SCALE, scale)
             install(module, record)
 
