@@ -1,8 +1,12 @@
 """Time one experts layer on CPU: the INT8 operator against every compiled Hugging Face variant.
 
 Variants are interleaved in one process and medians reported, so that a busy machine slows all of
-them alike; the best Hugging Face variant of each size is what the INT8 time is divided into.
-The routing of every repetition is the same for all variants; weights and routing are random.
+them alike; the best Hugging Face variant of each size is what the INT8 time is divided into, and a
+plain read of memory takes its turn with them. With few tokens a graph is four calls of the layer,
+each with a routing of its own, as the layers of a model are: that shares what entering a compiled
+graph costs, and weights come from memory unless the caches hold those of all experts. All variants
+get the same routings; weights and routing are random. --in-cache is the other extreme: one call a
+graph, again and again with one routing, so that caches hold what fits.
 
     PYTHONPATH=. python benchmarks/bench_cpu.py --shape qwen3-small --json out.json
 """
@@ -10,13 +14,12 @@ The routing of every repetition is the same for all variants; weights and routin
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -48,6 +51,26 @@ SHAPES = {
 DTYPES = (torch.float32, torch.bfloat16)
 # batched_mm copies one expert's weights for every contribution: more than this is not run.
 BATCHED_BYTES = 1 << 30
+MINIMUM_TURNS, ROUTINGS = 5, 48
+# The read that takes its turn: more than caches hold.
+READ_BYTES = 128 << 20
+
+Routing = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a layer is called: calls a compiled graph makes, and runs of a graph in a turn."""
+
+    calls: int
+    runs: int
+
+    @classmethod
+    def of(cls, tokens: int, *, in_cache: bool) -> Method:
+        """Choose for a number of tokens."""
+        if in_cache:
+            return cls(1, 20 if tokens <= 16 else 3)
+        return cls(4 if tokens <= 16 else 1, 1)
 
 
 @dataclass(frozen=True)
@@ -60,6 +83,7 @@ class Row:
     best_hf: str
     speedup: float
     int8_gigabytes_per_second: float
+    read_gigabytes_per_second: float
     share_of_read_bandwidth: float
 
 
@@ -95,35 +119,47 @@ def make_int8(w13: Tensor, w2: Tensor) -> Callable[..., Tensor]:
 
 
 def median_times(
-    calls: dict[str, Callable[[], object]],
+    graphs: dict[str, Callable[..., object]],
+    routings: Sequence[Routing],
+    method: Method,
     seconds: float,
     clock: Callable[[], float],
-    minimum: int = 5,
 ) -> dict[str, float]:
-    """Return the median milliseconds of each call on a clock, taken in turns."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    """Return the median milliseconds of each graph on a clock; they take turns."""
+    times: dict[str, list[float]] = {name: [] for name in graphs}
     start = time.perf_counter()
-    while len(next(iter(times.values()))) < minimum or time.perf_counter() - start < seconds:
-        for name, call in calls.items():
-            before = clock()
-            call()
-            times[name].append((clock() - before) * 1e3)
+    turn = 0
+    while turn < MINIMUM_TURNS or time.perf_counter() - start < seconds:
+        at = turn * method.calls % (len(routings) - method.calls + 1)
+        for name, graph in graphs.items():
+            for _ in range(method.runs):
+                before = clock()
+                graph(routings[at : at + method.calls])
+                times[name].append((clock() - before) * 1e3)
+        turn += 1
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def read_bandwidth(clock: Callable[[], float]) -> float:
-    """Return the bytes a second that all threads read from memory together (best of several)."""
-    data = torch.ones(64 << 20, dtype=torch.float32)
-    best = 0.0
-    for _ in range(9):
-        before = clock()
-        data.sum()
-        best = max(best, data.nbytes / (clock() - before))
-    return best
+def route(tokens: int, shape: Shape) -> Routing:
+    """Draw expert ids [T,K] and their fp32 weights [T,K]."""
+    weights, ids = torch.softmax(torch.randn(tokens, shape.experts), -1).topk(shape.top_k)
+    return ids, weights
+
+
+def compiled(
+    layer: Callable[..., Tensor], x: Tensor
+) -> Callable[[Sequence[Routing]], list[Tensor]]:
+    """Compile the calls of a layer on one x [T,H] into a graph; routing weights take x's dtype."""
+
+    def calls(x: Tensor, routings: Sequence[Routing]) -> list[Tensor]:
+        return [layer(x, ids, weights) for ids, weights in routings]
+
+    graph = torch.compile(calls, dynamic=False, fullgraph=True)
+    return lambda routings: graph(x, [(ids, weights.to(x.dtype)) for ids, weights in routings])
 
 
 def bench(
-    name: str, shape: Shape, seconds: float, clock: Callable[[], float], bandwidth: float
+    name: str, shape: Shape, seconds: float, clock: Callable[[], float], *, in_cache: bool
 ) -> list[Row]:
     """Measure every token count of one shape."""
     torch.manual_seed(0)
@@ -138,41 +174,50 @@ def bench(
     }
     layers |= dict.fromkeys((("int8", dtype) for dtype in DTYPES), make_int8(w13, w2))
     del w13, w2
+    to_read = torch.ones(READ_BYTES // 4)
     results = []
     for tokens in shape.tokens:
         torch.compiler.reset()  # all variants share code objects, and so one recompilation limit
         x = torch.randn(tokens, shape.hidden)
-        routing = torch.softmax(torch.randn(tokens, shape.experts), -1)
-        weights, ids = routing.topk(shape.top_k)
-        calls: dict[str, Callable[[], object]] = {}
+        routings = [route(tokens, shape) for _ in range(ROUTINGS)]
+        method = Method.of(tokens, in_cache=in_cache)
+        graphs: dict[str, Callable[..., object]] = {"read": lambda _: to_read.sum()}
         for (variant, dtype), layer in layers.items():
             copied = 3 * tokens * shape.top_k * shape.hidden * shape.intermediate * dtype.itemsize
-            if variant == "batched_mm" and copied > BATCHED_BYTES:
-                continue
-            compiled = torch.compile(layer, dynamic=False, fullgraph=True)
-            arguments = (x.to(dtype), ids, weights.to(dtype))
-            calls[f"{variant} {str(dtype)[6:]}"] = functools.partial(compiled, *arguments)
-        for call in calls.values():
-            call()
-            call()
-        results.append(summary(name, shape, ids, median_times(calls, seconds, clock), bandwidth))
+            if variant != "batched_mm" or copied <= BATCHED_BYTES:
+                graphs[f"{variant} {str(dtype)[6:]}"] = compiled(layer, x.to(dtype))
+        for graph in graphs.values():
+            graph(routings[: method.calls])
+            graph(routings[-method.calls :])
+        times = median_times(graphs, routings, method, seconds, clock)
+        bandwidth = READ_BYTES / (times.pop("read") * 1e-3)
+        times = {label: value / method.calls for label, value in times.items()}
+        results.append(summary(name, shape, routings, times, bandwidth))
         print(line(results[-1]), flush=True)
     return results
 
 
-def summary(name: str, shape: Shape, ids: Tensor, times: dict[str, float], bandwidth: float) -> Row:
+def summary(
+    name: str,
+    shape: Shape,
+    routings: Sequence[Routing],
+    times: dict[str, float],
+    bandwidth: float,
+) -> Row:
     """Divide the best Hugging Face time by the slower of the two INT8 times."""
     best_hf = min((label for label in times if not label.startswith("int8")), key=times.__getitem__)
     ours = max(value for label, value in times.items() if label.startswith("int8"))
-    read = ids.unique().numel() * 3 * shape.hidden * shape.intermediate
+    used = statistics.median(ids.unique().numel() for ids, _ in routings)
+    read = used * 3 * shape.hidden * shape.intermediate
     speed = read / (ours * 1e-3)
     return Row(
         shape=name,
-        tokens=ids.shape[0],
+        tokens=routings[0][0].shape[0],
         milliseconds={label: round(value, 3) for label, value in times.items()},
         best_hf=best_hf,
         speedup=round(times[best_hf] / ours, 2),
         int8_gigabytes_per_second=round(speed / 1e9, 2),
+        read_gigabytes_per_second=round(bandwidth / 1e9, 2),
         share_of_read_bandwidth=round(speed / bandwidth, 2),
     )
 
@@ -206,6 +251,11 @@ def main() -> None:
         action="store_true",
         help="on a machine that others use: one thread, and its processor time, not the wall's",
     )
+    parser.add_argument(
+        "--in-cache",
+        action="store_true",
+        help="one call a graph and one routing for all runs of a turn",
+    )
     parser.add_argument("--json", type=Path, help="file to write")
     options = parser.parse_args()
     clock = time.thread_time if options.busy else time.perf_counter
@@ -215,19 +265,18 @@ def main() -> None:
         "cpu": cpu_model(),
         "threads": torch.get_num_threads(),
         "clock": clock.__name__,
+        "in_cache": options.in_cache,
         "capability": torch.backends.cpu.get_cpu_capability(),
         "kernel": "compiled" if cpu_build.kernel() else "plain",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "read_gigabytes_per_second": round(read_bandwidth(clock) / 1e9, 2),
     }
     print(facts, flush=True)
     chosen = SHAPES if options.shape == "all" else {options.shape: SHAPES[options.shape]}
     rows: list[Row] = []
     with torch.inference_mode():
         for name, shape in chosen.items():
-            bandwidth = float(facts["read_gigabytes_per_second"]) * 1e9
-            rows += bench(name, shape, options.seconds, clock, bandwidth)
+            rows += bench(name, shape, options.seconds, clock, in_cache=options.in_cache)
     if options.json:
         options.json.write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}))
 

@@ -1,10 +1,10 @@
 // Instruction sets: how one step of a dot product between activations and int8 weights is taken.
 //
 // A Lanes type has STEP (products a step takes), Code (how activation codes are stored), Sum (the
-// type of a dot product), REGISTERS (vector registers the processor has) and five functions: zero,
-// weights and codes (load one step), multiply_add and sum. Integer sums are exact in int32. Where the hardware wants one operand unsigned, the
-// weights carry an offset of OFFSET, undone with OFFSET * (the sum of a row's codes).
-// LANES_NAME says which was compiled in.
+// type of a dot product), EXACT (sums are integers, so their order is free), REGISTERS (vector
+// registers the processor has) and five functions: zero, weights and codes (load one step),
+// multiply_add and sum. Where the hardware wants one operand unsigned, the weights carry an offset
+// of OFFSET, undone with OFFSET * (the sum of a row's codes). LANES_NAME says which was compiled in.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +35,7 @@ inline Vec in_register(Vec value) {
 struct IntegerLanes {
   using Code = int8_t;
   using Sum = int32_t;
+  static constexpr bool EXACT = true;
   using Vec = __m512i;
   static constexpr int64_t STEP = 64;
   static constexpr int REGISTERS = 32;
@@ -54,6 +55,7 @@ struct IntegerLanes {
 struct IntegerLanes {
   using Code = int16_t;
   using Sum = int32_t;
+  static constexpr bool EXACT = true;
   using Vec = __m512i;
   static constexpr int64_t STEP = 32;
   static constexpr int REGISTERS = 32;
@@ -83,6 +85,7 @@ inline int32_t sum_lanes(__m256i v) {
 struct IntegerLanes {
   using Code = int8_t;
   using Sum = int32_t;
+  static constexpr bool EXACT = true;
   using Vec = __m256i;
   static constexpr int64_t STEP = 32;
   static constexpr int REGISTERS = 16;
@@ -104,6 +107,7 @@ struct IntegerLanes {
 struct IntegerLanes {
   using Code = int16_t;
   using Sum = int32_t;
+  static constexpr bool EXACT = true;
   using Vec = __m256i;
   static constexpr int64_t STEP = 16;
   static constexpr int REGISTERS = 16;
@@ -129,6 +133,7 @@ struct IntegerLanes {
 struct IntegerLanes {
   using Code = int8_t;
   using Sum = int32_t;
+  static constexpr bool EXACT = true;
   using Vec = int32x4_t;
   using Bytes = int8x16_t;
   static constexpr int64_t STEP = 16;
@@ -147,6 +152,7 @@ struct IntegerLanes {
 struct IntegerLanes {
   using Code = int16_t;
   using Sum = int32_t;
+  static constexpr bool EXACT = true;
   struct Vec {
     int32_t lane[16];
   };
@@ -181,6 +187,7 @@ struct IntegerLanes {
 struct FloatLanes {
   using Code = float;
   using Sum = float;
+  static constexpr bool EXACT = false;
   using Vec = __m256;
   static constexpr int64_t STEP = 8;
   static constexpr int REGISTERS = 16;
@@ -204,6 +211,7 @@ struct FloatLanes {
 struct FloatLanes {
   using Code = float;
   using Sum = float;
+  static constexpr bool EXACT = false;
   struct Vec {
     float lane[8];
   };
