@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,8 @@ def negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:
 def score(model: Any, batches: Sequence[Tensor], *, scheme: str, mode: str) -> Score:
     """Let a model read batches [B, S + 1] of one shape; return perplexity and the median time.
 
-    The first call, which compiles a compiled model, is made once more and not timed.
+    The model's time alone counts. Its first call, which compiles a compiled model, is made once
+    more and not timed.
     """
     total = 0.0
     seconds: list[float] = []
@@ -122,8 +123,10 @@ def score(model: Any, batches: Sequence[Tensor], *, scheme: str, mode: str) -> S
                 bar.set_postfix_str("")
             start = time.perf_counter()
             logits = model(input_ids=inputs, use_cache=False).logits
-            total += negative_log_likelihood(logits, targets)  # waits for the device
+            if logits.device.type != "cpu":
+                torch.accelerator.synchronize(logits.device)
             seconds.append((time.perf_counter() - start) / targets.numel())
+            total += negative_log_likelihood(logits, targets)
     count = sum(rows[:, 1:].numel() for rows in batches)
     return Score(scheme, mode, math.exp(total / count), statistics.median(seconds))
 
@@ -179,15 +182,19 @@ def missing_for_compiling(device: str) -> str | None:
 
 def table_heading() -> str:
     """Return the heading of the scores' table."""
-    return f"{'model':<12} {'mode':<9} {'perplexity':>10} {'vs bf16':>9} {'us/token':>9}"
+    return (
+        f"{'model':<12} {'mode':<9} {'perplexity':>10} {'vs bf16':>9} {'us/token':>9} "
+        f"{'tokens/s':>9} {'vs bf16':>8}"
+    )
 
 
-def table_row(row: Score, *, baseline: float) -> str:
-    """Return one line of the scores' table, beside the perplexity of bf16."""
-    change = 100 * (row.perplexity / baseline - 1)
+def table_row(row: Score, *, perplexity: float, seconds_per_token: float) -> str:
+    """Return one line of the scores' table, beside the perplexity and the speed of bf16."""
+    change = 100 * (row.perplexity / perplexity - 1)
     return (
         f"{row.scheme:<12} {row.mode:<9} {row.perplexity:>10.4f} {change:>+8.3f}% "
-        f"{1e6 * row.seconds_per_token:>9.1f}"
+        f"{1e6 * row.seconds_per_token:>9.1f} {1 / row.seconds_per_token:>9,.0f} "
+        f"{seconds_per_token / row.seconds_per_token:>7.2f}x"
     )
 
 
@@ -210,7 +217,7 @@ class Demo:
     batches: Sequence[Tensor]
     calibration: Sequence[dict[str, Tensor]]
     missing: str | None
-    baseline: float | None = None
+    baselines: dict[str, Score] = field(default_factory=dict)
 
     @classmethod
     def prepare(cls, options: Options) -> Demo:
@@ -239,9 +246,13 @@ class Demo:
         return quantize_(copy.deepcopy(self.model), scheme, calibration=calibration)
 
     def _print(self, row: Score) -> None:
-        if self.baseline is None:
-            self.baseline = row.perplexity
-        print(table_row(row, baseline=self.baseline), flush=True)
+        """Print a row beside the bf16 ones, which come first: eager quality, the mode's speed."""
+        base = self.baselines.setdefault(row.mode, row)
+        quality = self.baselines["eager"]
+        line = table_row(
+            row, perplexity=quality.perplexity, seconds_per_token=base.seconds_per_token
+        )
+        print(line, flush=True)
 
 
 def run(options: Options) -> None:

@@ -87,8 +87,8 @@ def test_bytes_count_parameters_and_buffers() -> None:
 
 def test_table_compares_with_bf16() -> None:
     row = demo.Score("w8a8", "compiled", 2.01, 2.5e-6)
-    line = demo.table_row(row, baseline=2.0)
-    assert line.split() == ["w8a8", "compiled", "2.0100", "+0.500%", "2.5"]
+    line = demo.table_row(row, perplexity=2.0, seconds_per_token=4e-6)
+    assert line.split() == ["w8a8", "compiled", "2.0100", "+0.500%", "2.5", "400,000", "1.60x"]
     assert len(line) == len(demo.table_heading())
 
 
