@@ -18,7 +18,7 @@ from torch import Tensor
 from ..ops.arguments import ExpertsArguments
 from ..oracle import DeviceFacts
 from . import eager_kernels as kernels
-from . import routing, tiles
+from . import routing, tiles, variants
 
 # Columns that one program of the combination takes.
 COMBINE_BLOCK = 1024
@@ -39,13 +39,21 @@ class Rows:
 
 def experts(call: ExpertsArguments) -> Tensor:
     """Compute int8moe::experts on the device of its tensors, whatever the current one is."""
-    tokens, hidden = call.hidden_states.shape
-    output = call.hidden_states.new_empty((tokens, hidden), dtype=call.result_dtype)
+    output = torch.empty(
+        call.hidden_states.shape, dtype=call.result_dtype, device=call.hidden_states.device
+    )
     contributions = call.topk_ids.numel()
     if contributions == 0 or call.w13.shape[0] == 0:
         return output.zero_()
+    forced = variants.forced_variant(contributions)
     with device_of(output):
-        up, down = layer_tiles(call, contributions)
+        if forced is not None:
+            from . import eager_variants
+
+            computed = eager_variants.experts(call, forced)
+            if computed is not None:
+                return computed
+        up, down = forced_tiles(forced) or layer_tiles(call, contributions)
         plan = routing.plan(
             call.topk_ids, call.expert_map, num_experts=call.w13.shape[0], block_m=up.block_m
         )
@@ -53,11 +61,17 @@ def experts(call: ExpertsArguments) -> Tensor:
         middle = launch_up(call, plan, rows, up)
         rows = second_rows(call, plan, middle)
         parts = launch_down(call, plan, rows, down)
-        grid = (tokens * triton.cdiv(hidden, COMBINE_BLOCK),)
-        kernels.combine_kernel[grid](
-            output, parts, plan.local, hidden, call.topk_ids.shape[1], COMBINE_BLOCK
-        )
+        combine(output, parts, plan)
     return output
+
+
+def combine(output: Tensor, parts: Tensor, plan: routing.Plan) -> None:
+    """Sum contributions [T*K, H] into the output [T, H]."""
+    tokens, hidden = output.shape
+    grid = (tokens * triton.cdiv(hidden, COMBINE_BLOCK),)
+    kernels.combine_kernel[grid](
+        output, parts, plan.local, hidden, parts.shape[0] // tokens, COMBINE_BLOCK
+    )
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
@@ -95,12 +109,36 @@ def _layer_tiles(
     down_bytes: int,
     device: torch.device,
 ) -> tuple[tiles.Tile, tiles.Tile]:
+    pair = _products(contributions, w13_shape, gated, up_bytes, down_bytes)
+    return tiles.choose_pair(*pair, facts_of(device))
+
+
+def _products(
+    contributions: int, w13_shape: tuple[int, int, int], gated: bool, up_bytes: int, down_bytes: int
+) -> tuple[tiles.Product, tiles.Product]:
     num_experts, rows, hidden = w13_shape
     panels = 2 if gated else 1
     width = rows // panels
     up = tiles.Product(contributions, num_experts, hidden, width, panels, up_bytes)
     down = tiles.Product(contributions, num_experts, width, hidden, 1, down_bytes)
-    return tiles.choose_pair(up, down, facts_of(device))
+    return up, down
+
+
+def layer_products(call: ExpertsArguments) -> tuple[tiles.Product, tiles.Product]:
+    """Return both products of a call."""
+    is_float = call.activation_quant == "none"
+    return _products(
+        call.topk_ids.numel(),
+        (call.w13.shape[0], call.w13.shape[1], call.w13.shape[2]),
+        call.gated,
+        call.hidden_states.element_size() if is_float else 1,
+        call.result_dtype.itemsize if is_float else 1,
+    )
+
+
+def forced_tiles(variant: variants.Variant | None) -> tuple[tiles.Tile, tiles.Tile] | None:
+    """Return the tiles of a forced variant of these very kernels."""
+    return (variant.up, variant.down) if variant is not None and variant.name == "apart" else None
 
 
 def first_rows(call: ExpertsArguments, plan: routing.Plan) -> Rows:

@@ -16,9 +16,9 @@ from torch._inductor import config, ir, lowering
 from torch._inductor.virtualized import V
 
 from ..oracle import DeviceFacts
-from . import bench_inputs, row_ir, templates, tiles
+from . import bench_inputs, gpu_variants, row_ir, templates, tiles, variant_layers, variants
 from .eager import scale_columns
-from .routing_ir import GraphPlan, likely_size, plan
+from .routing_ir import GraphPlan, is_between, likely_size, plan
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,95 @@ def lower(call: Any) -> ir.TensorBox:
         full = lowering.lowerings[torch.ops.aten.full.default]
         empty: ir.TensorBox = full(hidden.get_size(), 0, dtype=dtype, device=hidden.get_device())
         return empty
-    layer = describe(call, dtype)
-    rows = first_rows(layer)
-    middle = first_product(layer, rows)
-    rows = second_rows(layer, middle)
-    parts = second_product(layer, rows)
+    up, down = products(call, dtype)
+    device = DeviceFacts.of(hidden.get_device())
+    features = gpu_variants.features_of(call)
+    schedule = variants.schedule(up, down, device, features)
+    if schedule is not None and not (tokens * top_k).is_number:
+        return scheduled(call, dtype, (up, down), device, schedule)
+    variant = variants.choose(up, down, device, features)
+    if variant.name == "decode":
+        host = gpu_variants.GraphHost(call, dtype, device)
+        output: ir.TensorBox = variant_layers.decode(host, variant)
+        return output
+    is_fused = variant.name == "fused"
+    block_m = variant.up.block_m
+    routing = plan(
+        call.topk_ids,
+        call.expert_map,
+        num_experts=up.experts,
+        block_m=block_m,
+        is_fused=is_fused,
+    )
+    layer = Layer(call, routing, dtype, up, down, device, (variant.up, variant.down))
+    if is_fused:
+        parts = fused_parts(layer, variant, gpu_variants.GraphHost(call, dtype, device))
+    else:
+        parts = separate_parts(layer)
     # With one slot the sum would become an epilogue of the product, whose tiles hold live rows
     # only: the rows of tokens without an expert would stay unwritten.
     V.graph.no_fuse_buffer_names.add(parts.get_name())
     return row_ir.combine(parts, layer.plan.local, hidden.get_size(), top_k)
+
+
+def scheduled(
+    call: Any,
+    dtype: torch.dtype,
+    sizes: tuple[tiles.Product, tiles.Product],
+    device: DeviceFacts,
+    schedule: variants.Schedule,
+) -> ir.TensorBox:
+    """Lower a call of any number of tokens: every variant's kernels, of which one's are launched.
+
+    Fused ones share their buffers; one pointwise kernel reads what was written.
+    """
+    tokens, top_k = routing_size(call)
+    least = 0
+    shared: dict[Any, Any] = {}
+    decoded: list[tuple[int, ir.TensorBox]] = []
+    parts, routing = None, None
+    for most, variant in schedule.steps:
+        is_wanted = is_between(tokens * top_k, least, most)
+        least = most
+        if variant.name == "decode":
+            host = gpu_variants.GraphHost(call, dtype, device, is_wanted=is_wanted)
+            decoded.append((most, variant_layers.decode(host, variant)))
+            continue
+        host = gpu_variants.GraphHost(call, dtype, device, is_wanted=is_wanted, shared=shared)
+        routing = plan(
+            call.topk_ids,
+            call.expert_map,
+            num_experts=sizes[0].experts,
+            block_m=variant.up.block_m,
+            is_fused=True,
+            is_wanted=is_wanted,
+            empty=host.empty,
+        )
+        chosen = (variant.up, variant.down)
+        layer = Layer(call, routing, dtype, *sizes, device, chosen)
+        parts = fused_parts(layer, variant, host)
+    assert parts is not None and routing is not None, "a schedule without a fused variant"
+    size = call.hidden_states.get_size()
+    return row_ir.combine(parts, routing.local, size, top_k, decoded)
+
+
+def separate_parts(layer: Layer) -> ir.TensorBox:
+    """Return the contributions [T*K, H]: both quantisations as loop IR, both products templates."""
+    rows = first_rows(layer)
+    middle = first_product(layer, rows)
+    return second_product(layer, second_rows(layer, middle))
+
+
+def fused_parts(
+    layer: Layer, variant: variants.Variant, host: gpu_variants.GraphHost
+) -> ir.TensorBox:
+    """Return the contributions [T*K, H] by the fused kernels."""
+    rows = None
+    if variant.up.loads != "both":
+        first = first_rows(layer)
+        rows = (first.values, first.scale, first.is_scale_per_row)
+    parts: ir.TensorBox = variant_layers.fused(host, variant, layer.plan, rows)
+    return parts
 
 
 def result_dtype(call: Any) -> torch.dtype:
@@ -83,24 +163,20 @@ def routing_size(call: Any) -> tuple[Any, int]:
     return tokens, int(V.graph.sizevars.guard_int(top_k))
 
 
-def describe(call: Any, dtype: torch.dtype) -> Layer:
-    """Choose tiles for a call and put its routing into the graph."""
-    hidden = call.hidden_states
+def products(call: Any, dtype: torch.dtype) -> tuple[tiles.Product, tiles.Product]:
+    """Return both products of a call, at its likely size."""
     num_experts, rows, depth = static(call.w13)
     panels = 2 if call.gated else 1
     is_float = call.activation_quant == "none"
     tokens, top_k = routing_size(call)
     contributions = likely_size(tokens * top_k)
-    bytes_up = hidden.get_dtype().itemsize if is_float else 1
+    bytes_up = call.hidden_states.get_dtype().itemsize if is_float else 1
     bytes_down = dtype.itemsize if is_float else 1
-    up = tiles.Product(contributions, num_experts, depth, rows // panels, panels, bytes_up)
-    down = tiles.Product(contributions, num_experts, rows // panels, depth, 1, bytes_down)
-    device = DeviceFacts.of(hidden.get_device())
-    chosen = tiles.choose_pair(up, down, device)
-    routing = plan(
-        call.topk_ids, call.expert_map, num_experts=num_experts, block_m=chosen[0].block_m
+    width = rows // panels
+    return (
+        tiles.Product(contributions, num_experts, depth, width, panels, bytes_up),
+        tiles.Product(contributions, num_experts, width, depth, 1, bytes_down),
     )
-    return Layer(call, routing, dtype, up, down, device, chosen)
 
 
 def first_rows(layer: Layer) -> Rows:

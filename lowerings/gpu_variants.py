@@ -7,6 +7,7 @@ kernels are; what lies before and after stays loop IR that fuses with its neighb
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import Any
 
 import torch
@@ -41,7 +42,19 @@ class Described:
 class GraphHost:
     """Make buffers and launch kernels as nodes of the graph that is being lowered."""
 
-    def __init__(self, call: Any, dtype: torch.dtype, device: DeviceFacts) -> None:
+    def __init__(
+        self,
+        call: Any,
+        dtype: torch.dtype,
+        device: DeviceFacts,
+        *,
+        is_wanted: Any = 1,
+        shared: dict[Any, Any] | None = None,
+    ) -> None:
+        """Take a call; is_wanted: 1, or an expression that is 0 where nothing is to be launched.
+
+        shared: buffers of other hosts of the call, whose kernels are not launched where these are.
+        """
         contiguous = self.contiguous
         self.call = call._replace(
             hidden_states=contiguous(call.hidden_states),
@@ -54,6 +67,9 @@ class GraphHost:
         )
         self.dtype = dtype
         self.facts = device
+        self.is_wanted = is_wanted
+        self.shared = shared
+        self.made: Counter[Any] = Counter()
         self.device = call.hidden_states.get_device()
 
     def flat(self, x: Any) -> Any:
@@ -70,7 +86,15 @@ class GraphHost:
 
     def empty(self, *size: Any, dtype: torch.dtype) -> Any:
         """Return a new buffer, which kernels write."""
-        return empty_strided(list(size), None, dtype=dtype, device=self.device)
+        if self.shared is None:
+            return empty_strided(list(size), None, dtype=dtype, device=self.device)
+        # A host asks for the same buffers in the same order as the others.
+        kind = (tuple(size), dtype)
+        self.made[kind] += 1
+        at = (kind, self.made[kind])
+        if at not in self.shared:
+            self.shared[at] = empty_strided(list(size), None, dtype=dtype, device=self.device)
+        return self.shared[at]
 
     def contiguous(self, x: Any) -> Any:
         """Return a tensor without gaps."""
@@ -94,9 +118,8 @@ class GraphHost:
         arguments = {n: _boxed(a) if isinstance(a, ir.IRNode) else a for n, a in arguments.items()}
         blocks = {n: a.block for n, a in arguments.items() if isinstance(a, Described)}
         plain = {n: a.matrix if n in blocks else a for n, a in arguments.items()}
-        launch_in_graph(
-            configured(kernel, tile.num_warps, tile.num_stages), (programs, 1, 1), plain, blocks
-        )
+        grid = (programs * self.is_wanted, 1, 1)
+        launch_in_graph(configured(kernel, tile.num_warps, tile.num_stages), grid, plain, blocks)
 
     def cdiv(self, a: Any, b: int) -> Any:
         """Return a / b, rounded up."""

@@ -7,6 +7,7 @@ and needs no operator of ours when it runs. T tokens, K experts per token, E loc
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ import triton
 from torch._inductor import ir
 from torch._inductor.lowering import empty_strided
 from torch._inductor.virtualized import V
-from torch.utils._sympy.functions import CeilDiv
+from torch.utils._sympy.functions import CeilDiv, Max, Min
 
 from ..compat import launch_in_graph
 from . import routing_kernels
@@ -28,11 +29,19 @@ UNKNOWN_SIZE: Final = 2048
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """Hold order [T*K], local [T*K] and tiles [1 + bound, 3], as routing.Plan does, as buffers."""
+    """Hold order [T*K], local [T*K], tiles [1 + bound, 3] as routing.Plan does, as buffers."""
 
     order: ir.TensorBox
     local: ir.TensorBox
     tiles: ir.TensorBox
+    inverse: ir.TensorBox | None = None
+    counters: ir.TensorBox | None = None
+
+
+def is_between(size: Any, least: int, most: int) -> Any:
+    """Return 1 if least < size <= most, else 0, in arithmetic that every wrapper can print."""
+    is_over, is_under = Max(0, size - least), Max(0, most + 1 - size)
+    return Min(1, is_over) * Min(1, is_under)
 
 
 def likely_size(size: Any) -> int:
@@ -47,10 +56,24 @@ def _configured(name: str, num_warps: int) -> Any:
     return triton.autotune([config], key=[])(getattr(routing_kernels, name))
 
 
+def _empty(device: torch.device | None, *size: Any, dtype: torch.dtype) -> Any:
+    return empty_strided(list(size), None, dtype=dtype, device=device)
+
+
 def plan(
-    topk_ids: ir.TensorBox, expert_map: ir.TensorBox | None, *, num_experts: int, block_m: int
+    topk_ids: ir.TensorBox,
+    expert_map: ir.TensorBox | None,
+    *,
+    num_experts: int,
+    block_m: int,
+    is_fused: bool = False,
+    is_wanted: Any = 1,
+    empty: Callable[..., Any] | None = None,
 ) -> GraphPlan:
-    """Put the routing of T*K contributions into the graph; one launch, or two beyond 8192."""
+    """Put the routing of T*K contributions into the graph; one launch, or two beyond 8192.
+
+    is_wanted: 1, or an expression that is 0 where nothing is to be launched; empty: makes buffers.
+    """
     device = topk_ids.get_device()
     tokens, top_k = topk_ids.get_size()
     contributions = tokens * top_k
@@ -65,12 +88,11 @@ def plan(
     chunks = sympy.Integer(1) if is_one else CeilDiv(contributions, CHUNK)
     bound = CeilDiv(contributions, block_m) + num_experts
 
-    def buffer(*size: Any) -> ir.TensorBox:
-        empty: ir.TensorBox = empty_strided(list(size), None, dtype=torch.int32, device=device)
-        return empty
-
+    buffer = functools.partial(empty or functools.partial(_empty, device), dtype=torch.int32)
     order, local, tile_list = buffer(contributions), buffer(contributions), buffer(1 + bound, 3)
     counts = buffer(chunks, sizes["BINS"])
+    inverse = buffer(contributions) if is_fused else None
+    counters = buffer(bound) if is_fused else None
     source = {
         "counts_ptr": counts,
         "local_ptr": local,
@@ -88,19 +110,36 @@ def plan(
         "BLOCK": sizes["BLOCK"],
         "BINS": sizes["BINS"],
     }
+    placed = {
+        "order_ptr": order,
+        "tiles_ptr": tile_list,
+        "inverse_ptr": inverse,
+        "counters_ptr": counters,
+        "BLOCK_M": block_m,
+        "IS_FUSED": is_fused,
+    }
+    _launch(source, chunks, is_one, sizes, num_experts, placed, is_wanted)
+    return GraphPlan(order, local, tile_list, inverse, counters)
+
+
+def _launch(
+    source: dict[str, Any],
+    chunks: Any,
+    is_one: bool,
+    sizes: dict[str, int],
+    num_experts: int,
+    placed: dict[str, Any],
+    is_wanted: Any,
+) -> None:
+    """Count where there are several chunks, then place."""
+
+    def grid(programs: Any) -> tuple[Any, int, int]:
+        return (programs * is_wanted, 1, 1)
+
     if not is_one:
-        launch_in_graph(_configured("count_kernel", sizes["NUM_WARPS"]), (chunks, 1, 1), source)
+        launch_in_graph(_configured("count_kernel", sizes["NUM_WARPS"]), grid(chunks), source)
     launch_in_graph(
         _configured("place_kernel", sizes["NUM_WARPS"]),
-        (chunks * num_experts, 1, 1),
-        {
-            **source,
-            "order_ptr": order,
-            "tiles_ptr": tile_list,
-            "num_chunks": chunks,
-            "ONE_CHUNK": is_one,
-            "STEP": sizes["STEP"],
-            "BLOCK_M": block_m,
-        },
+        grid(chunks * num_experts),
+        {**source, **placed, "num_chunks": chunks, "ONE_CHUNK": is_one, "STEP": sizes["STEP"]},
     )
-    return GraphPlan(order, local, tile_list)

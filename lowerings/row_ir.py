@@ -127,12 +127,18 @@ def encode(
 
 
 def combine(
-    parts: ir.TensorBox, local: ir.TensorBox, size: Sequence[Any], top_k: int
+    parts: ir.TensorBox,
+    local: ir.TensorBox,
+    size: Sequence[Any],
+    top_k: int,
+    complete: Sequence[tuple[int, ir.TensorBox]] = (),
 ) -> ir.TensorBox:
     """Return [T,H]: the live contributions of a token summed in fp32 in slot order.
 
-    An explicit loop: a sum reduction of eight terms or more is added as a tree.
+    An explicit loop: a sum reduction of eight terms or more is added as a tree. complete: with at
+    most so many contributions a layer is there already, in a buffer of its own; rising.
     """
+    loaders = [(most, whole.make_loader()) for most, whole in complete]
     load, expert, dtype = parts.make_loader(), local.make_loader(), parts.get_dtype()
 
     def total(index: Sequence[Any]) -> Any:
@@ -144,6 +150,11 @@ def combine(
             is_live = ops.ge(expert([row]), ops.constant(0, torch.int32))
             part = ops.where(is_live, part, ops.constant(0.0, torch.float32))
             result = ops.add(result, part)
+        for most, whole in reversed(loaders):
+            is_few = ops.le(
+                ops.index_expr(size[0] * top_k, torch.int64), ops.constant(most, torch.int64)
+            )
+            result = ops.where(is_few, ops.to_dtype(whole(index), torch.float32), result)
         return ops.to_dtype(result, dtype, use_compute_types=False)
 
     return ir.Pointwise.create(

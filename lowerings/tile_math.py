@@ -19,6 +19,8 @@ MINUS_LN2_LOW = tl.constexpr(-1.42860682030941723212e-6)
 MINUS_SQRT_8_OVER_PI = tl.constexpr(-1.5957691216057308)
 GELU_CUBIC = tl.constexpr(0.044715)
 INV_SQRT_2 = tl.constexpr(0.7071067811865476)
+# Far enough from the ends of fp32 that no step of a quotient up to 256 leaves them.
+LEAST_SCALE = tl.constexpr(2.0**-90)
 
 
 @triton.jit
@@ -39,12 +41,40 @@ def scale_of(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def encode(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """Return int8 codes: round_half_even(x / scale) clamped to [-128, 127], NaN as 0.
+    """Return int8 codes: round_half_even(x / scale) clamped to [-128, 127], NaN as 0."""
+    return round_to_code(tl.div_rn(x, scale))
+
+
+@triton.jit
+def encode_by(x: tl.tensor, scale: tl.tensor, reciprocal: tl.tensor) -> tl.tensor:
+    """Return what encode returns, given 1 / scale correctly rounded: no division an element.
+
+    Two Markstein steps give the IEEE quotient while LEAST_SCALE <= scale <= 1 / LEAST_SCALE;
+    tl.div_rn looks whether they do element by element, with a branch. The cut keeps infinities
+    out of the steps and is far beyond the codes.
+    """
+    bound = 256.0 * scale
+    x = tl.minimum(x, bound, propagate_nan=NAN_ALL)
+    x = tl.maximum(x, -bound, propagate_nan=NAN_ALL)
+    estimate = x * reciprocal
+    estimate = tl.fma(tl.fma(-estimate, scale, x), reciprocal, estimate)
+    return round_to_code(tl.fma(tl.fma(-estimate, scale, x), reciprocal, estimate))
+
+
+@triton.jit
+def is_extreme(scale: tl.tensor) -> tl.tensor:
+    """Say for which scales encode_by does not hold; NaN is not among them."""
+    return (scale < LEAST_SCALE) | (scale > 1.0 / LEAST_SCALE)
+
+
+@triton.jit
+def round_to_code(quotient: tl.tensor) -> tl.tensor:
+    """Return int8 codes of quotients: clamped to [-128, 127], halves to even, NaN as 0.
 
     Clamping first gives the same codes, because both bounds are integers.
     """
-    code = tl.div_rn(x, scale)
-    code = tl.maximum(tl.minimum(code, 127.0, propagate_nan=NAN_ALL), -128.0, propagate_nan=NAN_ALL)
+    code = tl.minimum(quotient, 127.0, propagate_nan=NAN_ALL)
+    code = tl.maximum(code, -128.0, propagate_nan=NAN_ALL)
     code = (code + ROUND_MAGIC) - ROUND_MAGIC
     return tl.where(code == code, code, 0.0).to(tl.int8)
 

@@ -115,6 +115,84 @@ def row_scales(
 
 
 @triton.jit
+def gated_value(
+    gate: tl.tensor,
+    up: tl.tensor,
+    a_scale: tl.tensor,  # [BM, 1] or a scalar
+    w_scale_ptr,
+    bias_ptr,
+    expert: tl.tensor,  # int64
+    column: tl.tensor,  # < width
+    width,
+    alpha,
+    beta,
+    limit,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    INTEGER: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,  # "channel", "tensor" or "halves"
+) -> tl.tensor:
+    """Return f(h[:I]) * (h[I:] + beta) in fp32 of the sums h of one expert."""
+    ROWS: tl.constexpr = 2 if GATED else 1
+    if SCALE_COLUMNS == "channel":
+        w_scale_ptr += expert * ROWS * width
+        scale_index = column
+        up_index = column + width
+    else:
+        w_scale_ptr += expert * (2 if SCALE_COLUMNS == "halves" else 1)
+        scale_index = column * 0
+        up_index = scale_index + (1 if SCALE_COLUMNS == "halves" else 0)
+    if HAS_BIAS:
+        bias_ptr += expert * ROWS * width
+    h = dequantize(gate, a_scale, w_scale_ptr, bias_ptr, scale_index, column, INTEGER, HAS_BIAS)
+    u = h
+    if GATED:
+        u = dequantize(
+            up, a_scale, w_scale_ptr, bias_ptr, up_index, column + width, INTEGER, HAS_BIAS
+        )
+    return apply_gate(h, u, alpha, beta, limit, ACTIVATION, GATED, HAS_LIMIT)
+
+
+@triton.jit
+def weighted_value(
+    acc: tl.tensor,
+    a_scale: tl.tensor,  # [BM, 1] or a scalar
+    w_scale_ptr,
+    bias_ptr,
+    weights_ptr,
+    expert: tl.tensor,  # int64
+    contribution: tl.tensor,  # [BM]
+    column: tl.tensor,  # < width
+    width,
+    top_k,
+    stride_rt,
+    stride_rk,
+    HAS_BIAS: tl.constexpr,
+    HAS_ROUTER_WEIGHT: tl.constexpr,
+    INTEGER: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,  # "channel" or "tensor"
+) -> tl.tensor:
+    """Return (dequantised sums + bias) * router weight in fp32 of one expert."""
+    if SCALE_COLUMNS == "channel":
+        w_scale_ptr += expert * width
+        scale_index = column
+    else:
+        w_scale_ptr += expert
+        scale_index = column * 0
+    if HAS_BIAS:
+        bias_ptr += expert * width
+    value = dequantize(acc, a_scale, w_scale_ptr, bias_ptr, scale_index, column, INTEGER, HAS_BIAS)
+    if HAS_ROUTER_WEIGHT:
+        token = (contribution // top_k).to(tl.int64)
+        slot = (contribution % top_k).to(tl.int64)
+        weight = tl.load(weights_ptr + token * stride_rt + slot * stride_rk)
+        value = value * weight.to(tl.float32)[:, None]
+    return value
+
+
+@triton.jit
 def up_tile(
     a_ptr,
     a_scale_ptr,
@@ -173,25 +251,26 @@ def up_tile(
         BLOCK_N,
         BLOCK_K,
     )
-    ROWS: tl.constexpr = 2 if GATED else 1
     a_scale = row_scales(a_scale_ptr, token, INTEGER, HAS_ROW_SCALE)
-    if SCALE_COLUMNS == "channel":
-        w_scale_ptr += expert * ROWS * width
-        scale_index = inside
-        up_index = inside + width
-    else:
-        w_scale_ptr += expert * (2 if SCALE_COLUMNS == "halves" else 1)
-        scale_index = inside * 0
-        up_index = scale_index + (1 if SCALE_COLUMNS == "halves" else 0)
-    if HAS_BIAS:
-        bias_ptr += expert * ROWS * width
-    h = dequantize(gate, a_scale, w_scale_ptr, bias_ptr, scale_index, inside, INTEGER, HAS_BIAS)
-    u = h
-    if GATED:
-        u = dequantize(
-            up, a_scale, w_scale_ptr, bias_ptr, up_index, inside + width, INTEGER, HAS_BIAS
-        )
-    value = apply_gate(h, u, alpha, beta, limit, ACTIVATION, GATED, HAS_LIMIT)
+    value = gated_value(
+        gate,
+        up,
+        a_scale,
+        w_scale_ptr,
+        bias_ptr,
+        expert,
+        inside,
+        width,
+        alpha,
+        beta,
+        limit,
+        ACTIVATION,
+        GATED,
+        HAS_BIAS,
+        HAS_LIMIT,
+        INTEGER,
+        SCALE_COLUMNS,
+    )
     return value, position, column, position < end
 
 
@@ -250,18 +329,22 @@ def down_tile(
         BLOCK_K,
     )
     a_scale = row_scales(a_scale_ptr, row, INTEGER, HAS_ROW_SCALE)
-    if SCALE_COLUMNS == "channel":
-        w_scale_ptr += expert * width
-        scale_index = inside
-    else:
-        w_scale_ptr += expert
-        scale_index = inside * 0
-    if HAS_BIAS:
-        bias_ptr += expert * width
-    value = dequantize(acc, a_scale, w_scale_ptr, bias_ptr, scale_index, inside, INTEGER, HAS_BIAS)
-    if HAS_ROUTER_WEIGHT:
-        token = (contribution // top_k).to(tl.int64)
-        slot = (contribution % top_k).to(tl.int64)
-        weight = tl.load(weights_ptr + token * stride_rt + slot * stride_rk)
-        value = value * weight.to(tl.float32)[:, None]
+    value = weighted_value(
+        acc,
+        a_scale,
+        w_scale_ptr,
+        bias_ptr,
+        weights_ptr,
+        expert,
+        contribution,
+        inside,
+        width,
+        top_k,
+        stride_rt,
+        stride_rk,
+        HAS_BIAS,
+        HAS_ROUTER_WEIGHT,
+        INTEGER,
+        SCALE_COLUMNS,
+    )
     return value, contribution, column, position < end

@@ -25,7 +25,11 @@ ASYNC_MAJORS: Final = (9, 10, 11)
 
 @dataclass(frozen=True)
 class Tile:
-    """Shape one program of a grouped product, with the launch options that go with it."""
+    """Shape one program of a grouped product, with the launch options that go with it.
+
+    The last three are for the kernels of variants.py: loads "pointers", "weights" or "both" says
+    what comes by tensor descriptor, programs how many stay on a multiprocessor (0: one a tile).
+    """
 
     block_m: int
     block_n: int
@@ -33,6 +37,9 @@ class Tile:
     num_warps: int
     num_stages: int
     group_m: int = 1
+    loads: str = "pointers"
+    programs: int = 0
+    is_flat: bool = False
 
 
 @dataclass(frozen=True)

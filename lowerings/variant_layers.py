@@ -63,18 +63,22 @@ def fused(host: Host, variant: variants.Variant, plan: Any, rows: Any | None) ->
 
     rows: (values, scale, whether it has one for each row) by token; None: put them into order.
     """
-    up, down = variant.up, variant.down
+    is_token = host.call.activation_quant == "token"
+    in_tile = "token" if is_token else "static"
     if rows is None:
-        rows = _spread(host, plan)
-    codes, scale, is_per_row = _fused_up(host, variant, plan, rows, up)
-    return _fused_down(host, plan, codes, scale, is_per_row, down)
+        rows = spread(host, plan)
+    requantize = "apart" if variant.is_requantized_apart else in_tile
+    middle, codes, scale = first_product(host, plan, rows, variant.up, requantize)
+    if requantize == "apart":
+        _requantize(host, middle, codes, scale, plan.tiles)
+    return second_product(host, plan, codes, scale, is_token, variant.down)
 
 
 def _row_tile(rows: int, columns: int, warps: int) -> Tile:
     return Tile(rows, columns, columns, warps, 1)
 
 
-def _spread(host: Host, plan: Any) -> Any:
+def spread(host: Host, plan: Any) -> Any:
     """Quantise tokens into expert order."""
     call = host.call
     tokens, columns = host.size(call.hidden_states)
@@ -159,8 +163,11 @@ def _programs(host: Host, contributions: Any, experts: int, width: int, tile: Ti
     return host.minimum(bound, tile.programs * host.multiprocessors())
 
 
-def _fused_up(host: Host, variant: variants.Variant, plan: Any, rows: Any, tile: Tile) -> Any:
-    """Launch the first product; returns codes by position, their scale, whether one a row."""
+def first_product(host: Host, plan: Any, rows: Any, tile: Tile, requantize: str) -> Any:
+    """Launch the first product; returns its result by position, its codes and their scale.
+
+    requantize: "apart" leaves codes and a scale for each row to be written.
+    """
     call = host.call
     values, scale, is_per_row = rows
     tokens, top_k = host.size(call.topk_ids)
@@ -169,8 +176,6 @@ def _fused_up(host: Host, variant: variants.Variant, plan: Any, rows: Any, tile:
     stride_am, stride_ak = host.strides(values)
     contributions = tokens * top_k
     is_token = call.activation_quant == "token"
-    in_tile = not variant.is_requantized_apart
-    requantize = ("token" if is_token else "static") if in_tile else "apart"
     middle = host.empty(contributions, width, dtype=host.dtype)
     codes = host.empty(contributions, width, dtype=torch.int8)
     code_scale = host.empty(contributions, dtype=torch.float32) if is_token else call.a2_scale
@@ -200,9 +205,7 @@ def _fused_up(host: Host, variant: variants.Variant, plan: Any, rows: Any, tile:
         arguments["a"] = host.descriptor(values, tile.block_m, tile.block_k)
     programs = _programs(host, contributions, experts, width, tile)
     host.launch(fused_kernels.fused_up_kernel, programs, arguments, tile)
-    if requantize == "apart":
-        _requantize(host, middle, codes, code_scale, plan.tiles)
-    return codes, code_scale, is_token
+    return middle, codes, code_scale
 
 
 def _requantize(host: Host, middle: Any, codes: Any, scale: Any, live: Any | None) -> None:
@@ -227,7 +230,9 @@ def _requantize(host: Host, middle: Any, codes: Any, scale: Any, live: Any | Non
     host.launch(quantizing.requantize_kernel, host.cdiv(rows, height), arguments, tile)
 
 
-def _fused_down(host: Host, plan: Any, codes: Any, scale: Any, is_per_row: bool, tile: Tile) -> Any:
+def second_product(
+    host: Host, plan: Any, codes: Any, scale: Any, is_per_row: bool, tile: Tile
+) -> Any:
     """Launch the second product."""
     call = host.call
     tokens, top_k = host.size(call.topk_ids)

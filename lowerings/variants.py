@@ -39,6 +39,16 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """Name a variant by contributions: (most contributions, variant), rising, none "apart".
+
+    A graph whose number of tokens is a symbol holds all of them and launches one.
+    """
+
+    steps: tuple[tuple[int, Variant], ...]
+
+
+@dataclass(frozen=True)
 class Features:
     """Say what a call has that a variant may not take."""
 
@@ -47,6 +57,18 @@ class Features:
     is_weight_on_input: bool = False
     # Weights whose experts and rows lie without gaps, as one matrix [E*N, depth].
     has_plain_weights: bool = True
+
+
+def label(variant: Variant) -> str:
+    """Return a variant's name in tables: kernels, loads, tiles, where it quantises again."""
+    if variant.name == "apart":
+        return "apart"
+    up, down = variant.up, variant.down
+    tail = "+q" if variant.is_requantized_apart else ""
+    if variant.name == "decode":
+        return f"decode {up.block_n}/{down.block_n}{tail}"
+    loads = up.loads if up.loads == down.loads else f"{up.loads}/{down.loads}"
+    return f"fused {loads} {up.block_m}x{up.block_n}/{down.block_n}{tail}"
 
 
 def takes(variant: Variant, up: Product, down: Product, device: DeviceFacts, has: Features) -> bool:
@@ -135,12 +157,12 @@ def replace_loads(variant: Variant, loads: str) -> Variant:
     return replace(variant, up=up, down=down)
 
 
-_forced: list[Variant] = []
+_forced: list[Variant | Schedule] = []
 
 
 @contextlib.contextmanager
-def forced(variant: Variant) -> Iterator[None]:
-    """Compute layers with one variant inside the context, where it takes the call.
+def forced(variant: Variant | Schedule) -> Iterator[None]:
+    """Compute layers with one variant, or by a schedule, where it takes the call.
 
     For tests and benchmarks; a graph keeps what it was compiled with, also in Inductor's cache.
     """
@@ -155,11 +177,24 @@ def forced(variant: Variant) -> Iterator[None]:
 
 def choose(up: Product, down: Product, device: DeviceFacts, has: Features) -> Variant:
     """Return the variant of a call: the forced one if it takes the call, else "apart"."""
-    if _forced and takes(_forced[-1], up, down, device, has):
-        return _forced[-1]
+    asked = forced_variant(up.contributions)
+    if asked is not None and takes(asked, up, down, device, has):
+        return asked
     return Variant("apart", *tiles.choose_pair(up, down, device))
 
 
-def forced_variant() -> Variant | None:
-    """Return the variant that a test or benchmark asks for."""
-    return _forced[-1] if _forced else None
+def schedule(up: Product, down: Product, device: DeviceFacts, has: Features) -> Schedule | None:
+    """Return the schedule of a call of any size, if one is asked for and takes it throughout."""
+    asked = _forced[-1] if _forced else None
+    if not isinstance(asked, Schedule):
+        return None
+    takes_all = all(takes(variant, up, down, device, has) for _, variant in asked.steps)
+    return asked if takes_all else None
+
+
+def forced_variant(contributions: int) -> Variant | None:
+    """Return the variant that a test or benchmark asks for at a size."""
+    asked = _forced[-1] if _forced else None
+    if isinstance(asked, Schedule):
+        return next((v for most, v in asked.steps if contributions <= most), None)
+    return asked

@@ -51,3 +51,39 @@ def test_kernels_of_one_block(name: str) -> None:
     assert described == {"both": 4, "apart": 4, "pointers": 1, "decode": 0}[name]
     code = "\n".join(line for line in source.splitlines() if not line.startswith("#"))
     assert "torch.ops.int8moe" not in code and "extern_kernels." not in code
+
+
+def test_one_graph_launches_by_the_number_of_tokens() -> None:
+    """What a symbolic T does not want gets a grid of no programs, which nothing launches."""
+    narrow = Variant("fused", NARROW, NARROW, False)
+    schedule = variants.Schedule(
+        ((8, DECODE), (512, narrow), (1 << 40, Variant("fused", BOTH, BOTH, False)))
+    )
+    with variants.forced(schedule):
+        source = generated_source(block(), shapes("T"), tokens=300)
+    order = launch_order(source)
+    fused = [COUNT, PLACE, *FUSED]
+    wide = [COUNT, PLACE, "spread_kernel", *FUSED]
+    kernels = ["decode_up_kernel", "decode_down_kernel", *fused, *wide]
+    assert order == [NORM_QUANTIZE, *kernels, COMBINE]
+    launches = [line for line in source.splitlines() if re.search(r"_kernel\w*\.run\(", line)]
+    assert len(launches) == len(kernels)
+    counts = [evaluated(launches, tokens) for tokens in (1, 4, 5, 256, 257, 5000)]
+    sets = [{at for at, count in enumerate(each) if count > 0} for each in counts]
+    decode, middle, prefill = {0, 1}, {2, 3, 4, 5}, {6, 7, 8, 9, 10}
+    assert sets == [decode, decode, middle, middle, prefill, prefill]
+
+
+def evaluated(launches: list[str], tokens: int) -> list[int]:
+    """Return the programs of each launch at a number of tokens."""
+    found = []
+    for line in launches:
+        inside = line[line.index("(") + 1 : line.index(", 1, 1, stream=")]
+        depth, start = 0, 0
+        for at, letter in enumerate(inside):
+            depth += {"(": 1, ")": -1}.get(letter, 0)
+            if letter == "," and depth == 0:
+                start = at + 1
+        symbols = {name: tokens for name in re.findall(r"s\d+", inside)}
+        found.append(int(eval(inside[start:], {"min": min, "max": max}, symbols)))
+    return found

@@ -1,7 +1,8 @@
 """Run Triton kernels in the interpreter with a bf16 that rounds; import before the kernels.
 
 Triton 3.6-3.7's interpreter truncates fp32 to bf16, converts integers to bf16 by their value as
-bits, and multiplies the bits of bf16 operands in ``tl.dot``. Removable once it does not.
+bits, multiplies the bits of bf16 operands in ``tl.dot``, and rounds ``tl.fma`` twice. Removable
+once it does not.
 """
 
 from __future__ import annotations
@@ -46,6 +47,14 @@ def _create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
     return _dot(self, a, b, d, *rest)
 
 
+def _create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+    # Its own multiplies and adds in fp32. The product of two fp32 is exact in long double.
+    wide = [np.asarray(part.data, dtype=np.longdouble) for part in (x, y, z)]
+    with np.errstate(all="ignore"):
+        return Handle((wide[0] * wide[1] + wide[2]).astype(np.float32), z.dtype.scalar)
+
+
+_Builder.create_fma = _create_fma
 _Builder.cast_impl = _cast_impl
 _Builder.create_dot = _create_dot
 for _name in ("si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui", "fp_ext", "fp_trunc"):

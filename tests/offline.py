@@ -13,8 +13,16 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from int8moe_compile.lowerings import eager, eager_kernels, routing_kernels
+from int8moe_compile.lowerings import (
+    decode_kernels,
+    eager,
+    eager_kernels,
+    fused_kernels,
+    quantizing,
+    routing_kernels,
+)
 from int8moe_compile.ops.arguments import ExpertsArguments
 from int8moe_compile.oracle import DeviceFacts
 
@@ -86,7 +94,8 @@ def _recording(facts: DeviceFacts) -> Iterator[list[Launch]]:
     eager._layer_tiles.cache_clear()
     with mock.patch.object(eager, "facts_of", lambda device: facts):
         patches = []
-        for module in (eager_kernels, routing_kernels):
+        modules = (eager_kernels, routing_kernels, fused_kernels, decode_kernels, quantizing)
+        for module in modules:
             for name in dir(module):
                 if name.endswith("_kernel"):
                     recorder = _Recorder(getattr(module, name), log)
@@ -108,17 +117,21 @@ def record(call: ExpertsArguments, arch: str) -> list[Launch]:
     return log
 
 
+TYPES = {
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
+
+
 def _type_of(value: Any) -> str:
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
     if isinstance(value, torch.Tensor):
-        names = {
-            torch.int8: "i8",
-            torch.int32: "i32",
-            torch.int64: "i64",
-            torch.float32: "fp32",
-            torch.float16: "fp16",
-            torch.bfloat16: "bf16",
-        }
-        return "*" + names[value.dtype]
+        return "*" + TYPES[value.dtype]
     if isinstance(value, float):
         return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"

@@ -6,6 +6,9 @@ import sys
 
 import torch
 from support import EXPERTS, assert_close, problem, with_scheme
+from test_lowerings_gpu_variants import found
+
+from int8moe_compile.lowerings import variants
 
 
 def main() -> None:
@@ -34,7 +37,19 @@ def main() -> None:
             with torch.no_grad():
                 assert_close(function(*there.args), case)
             print("compiled", number, flush=True)
+    run_variants()
     torch.cuda.synchronize()
+
+
+def run_variants() -> None:
+    """Run every variant of a small layer with few and with many tokens."""
+    for T in (2, 300):
+        case = problem(9, T=T, H=512, I=256, E=8, K=2).to("cuda")
+        expected = case.run()
+        for variant in found(case):
+            with variants.forced(variant):
+                assert torch.equal(case.run(), expected), variants.label(variant)
+            print("variant", T, variants.label(variant), flush=True)
 
 
 if __name__ == "__main__":

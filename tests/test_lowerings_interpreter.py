@@ -7,3 +7,7 @@ import own_process
 
 def test_kernels_in_the_interpreter() -> None:
     own_process.run("interpreted.py", TRITON_INTERPRET="1")
+
+
+def test_variants_in_the_interpreter() -> None:
+    own_process.run("interpreted_variants.py", TRITON_INTERPRET="1")

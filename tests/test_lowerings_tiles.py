@@ -137,6 +137,9 @@ def test_no_configuration_is_warp_specialised() -> None:
         "num_warps",
         "num_stages",
         "group_m",
+        "loads",
+        "programs",
+        "is_flat",
     }
     folder = Path(tiles.__file__).parent
     sources = [*folder.glob("*.py"), *folder.glob("jinja/*.jinja")]

@@ -1,0 +1,131 @@
+"""Variants on a GPU: the same bits as the tables' kernels, eager, compiled and in CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import EXPERTS, Problem, assert_close, problem, with_scheme
+
+from int8moe_compile.lowerings import eager, eager_variants, tiles, variants
+from int8moe_compile.lowerings.variants import Schedule, Variant
+from int8moe_compile.ops.arguments import ExpertsArguments
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+def found(case: Problem) -> tuple[Variant, ...]:
+    """Return the variants that take a case on this GPU, without the default."""
+    call = ExpertsArguments(*case.args, **case.options)
+    up, down = eager.layer_products(call)
+    device = eager.facts_of(case.hidden_states.device)
+    return variants.candidates(up, down, device, eager_variants.features_of(call))[1:]
+
+
+def sized(T: int, word: str = "token", **options: Any) -> Problem:
+    """Return a case whose rows descriptors take, on the GPU."""
+    return with_scheme(problem(1, T=T, H=512, I=256, E=8, K=2, **options), word).to("cuda")
+
+
+@pytest.mark.parametrize("T", [1, 2, 7, 17, 64, 300, 1100])
+@pytest.mark.parametrize("word", ["token", "static", "none"])
+def test_variants_give_the_same_bits(T: int, word: str) -> None:
+    biases = {"w13_bias": torch.randn(8, 512), "w2_bias": torch.randn(8, 512)}
+    case = sized(T, word, alpha=1.7, beta=1.0, limit=2.0, **biases)
+    expected = case.run()
+    assert word == "none" or found(case)
+    for variant in found(case):
+        with variants.forced(variant):
+            out = case.run()
+        if word == "none":
+            assert_close(out, case.to("cpu"))
+        else:
+            assert torch.equal(out, expected), variants.label(variant)
+
+
+@pytest.mark.parametrize("T", [1, 300])
+def test_dead_contributions_and_special_rows(T: int) -> None:
+    case = sized(T)
+    rows = case.hidden_states.clone()
+    rows[0] = 0
+    rows[-1, 3] = float("nan")
+    ids = case.topk_ids.clone()
+    ids[0, 1], ids[-1, 0] = -1, 99
+    case = case.with_(hidden_states=rows, topk_ids=ids)
+    expected = case.run().nan_to_num(7.0)
+    for variant in found(case):
+        with variants.forced(variant):
+            assert torch.equal(case.run().nan_to_num(7.0), expected), variants.label(variant)
+
+
+@pytest.mark.parametrize("T", [1, 64, 1100])
+def test_compiled_variants_equal_eager_ones(T: int) -> None:
+    case = sized(T)
+    expected = case.run()
+    for variant in found(case):
+        torch._dynamo.reset()
+        with variants.forced(variant), torch.no_grad():
+            function = torch.compile(lambda *args: EXPERTS(*args), fullgraph=True, dynamic=False)
+            assert torch.equal(function(*case.args), expected), variants.label(variant)
+
+
+@pytest.mark.parametrize("T", [1, 300])
+def test_cuda_graphs_follow_the_routing(T: int) -> None:
+    for variant in found(sized(T)):
+        case = sized(T)
+        with variants.forced(variant):
+            case.run()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = case.run()
+        for seed in range(3):
+            other = problem(100 + seed, T=T, H=512, I=256, E=8, K=2).to("cuda")
+            case.hidden_states.copy_(other.hidden_states)
+            case.topk_ids.copy_(other.topk_ids)
+            case.topk_weights.copy_(other.topk_weights)
+            graph.replay()
+            assert torch.equal(out, case.run()), variants.label(variant)
+
+
+def by_size() -> Schedule:
+    """Return a schedule over all sizes: without routing, small tiles, tiles by descriptor."""
+    few, middle, many = (found(sized(T)) for T in (2, 17, 1100))
+    decode = next(v for v in few if v.name == "decode")
+    small = next(v for v in middle if v.name == "fused" and v.up.loads == "pointers")
+    large = [v for v in many if v.name == "fused"]
+    described = next((v for v in large if v.up.loads == "both"), large[0])
+    return Schedule(((16, decode), (256, small), (1 << 40, described)))
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_one_graph_serves_all_sizes(mode: str) -> None:
+    """One compilation; the number of tokens picks the kernels, and no launch is empty."""
+    torch._dynamo.reset()
+    case = sized(1100)
+    weights = case.args[1:5]
+    with variants.forced(by_size()), torch.no_grad():
+        function = torch.compile(
+            lambda x, w, ids: EXPERTS(x, *weights, w, ids), fullgraph=True, mode=mode
+        )
+        for turn, tokens in enumerate((1100, 2, 17, 8, 9, 128, 129, 1000, 1, 2)):
+            rows = case.rows(slice(0, tokens))
+            args = [rows.hidden_states, rows.topk_weights, rows.topk_ids]
+            if turn == 0:
+                for tensor in args:
+                    torch._dynamo.mark_dynamic(tensor, 0)
+            limit = 0 if turn == 0 else torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            out = function(*args).clone()
+            with variants.forced(Variant("apart", *default_tiles(rows))):
+                assert torch.equal(out, rows.run()), tokens
+            if turn and tokens > 1:
+                assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == limit
+
+
+def default_tiles(case: Problem) -> tuple[tiles.Tile, tiles.Tile]:
+    """Return the tables' tiles for a case."""
+    call = ExpertsArguments(*case.args, **case.options)
+    return eager.layer_tiles(call, case.topk_ids.numel())
