@@ -2,13 +2,15 @@
 
 One process per shape compiles and captures CUDA graphs beside the others; then they take turns
 with the GPU to themselves. Medians of graph replays, contestants interleaved, L2 flushed and
-routing drawn anew before every replay.
+routing drawn anew before every replay. --variants measures every variant of variants.py that
+takes a shape beside the others, as eager launches, and prints them below the row.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import json
 import multiprocessing
@@ -16,6 +18,7 @@ import os
 import statistics
 import sys
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,12 @@ SOME_TOKENS = {"static": (1, 64, 4096), "w8a16": (1, 64, 4096)}
 CONTESTANTS = ("int8", "int8 eager", "static", "w8a16", "hf bf16", "humming")
 
 
+@functools.cache
+def memory_pool() -> Any:
+    """Return the pool that this process's graphs share."""
+    return torch.cuda.graph_pool_handle()
+
+
 class Captured:
     """One contestant at one size: a CUDA graph over inputs that stay in place."""
 
@@ -44,7 +53,8 @@ class Captured:
                 run(*inputs)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(self.graph):
+        # One pool for all: they never run at once, and each has gigabytes of intermediates.
+        with torch.no_grad(), torch.cuda.graph(self.graph, pool=memory_pool()):
             self.output = run(*inputs)
 
     def replay(self, flush: Tensor) -> None:
@@ -66,13 +76,13 @@ def draw(shape: Shape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, weights.to(torch.bfloat16), ids
 
 
-def contestants(shape: Shape, wanted: list[str], errors: dict[str, str]) -> dict[str, Any]:
+def contestants(
+    shape: Shape, wanted: tuple[str, ...], arguments: dict[str, Any], errors: dict[str, str]
+) -> dict[str, Any]:
     """Return name -> function of (x, weights, ids), or what makes one for a routing."""
     import peers
 
-    arguments = peers.int8_arguments(shape)
-    static = {"activation_quant": "static"}
-    static |= {key: torch.tensor(0.03, device="cuda") for key in ("a13_scale", "a2_scale")}
+    static = peers.scheme_options("static")
     makers = {
         "int8": lambda: peers.compiled(peers.eager(arguments)),
         "int8 eager": lambda: peers.eager(arguments),
@@ -115,6 +125,37 @@ def capture(
     return inputs, captured
 
 
+def capture_variants(
+    shape: Shape,
+    inputs: tuple[Tensor, ...],
+    quant: str,
+    arguments: dict[str, Any],
+    errors: dict[str, str],
+) -> list[Captured]:
+    """Capture every variant of the layer at one size, checked against the tables' kernels."""
+    import peers
+
+    from int8moe_compile.lowerings import variants
+
+    captured = []
+    expected: Tensor | None = None
+    run = peers.eager(arguments)
+    for variant in peers.variants_of(shape, inputs, quant):
+        name = f"{quant}: {variants.label(variant)}"
+        try:
+            with variants.forced(variant):
+                captured.append(Captured(name, run, inputs))
+            captured[-1].graph.replay()
+            output = captured[-1].output.clone()
+            expected = output if expected is None else expected
+            if quant != "none" and not torch.equal(output, expected):
+                errors[f"{name} {inputs[0].shape[0]}"] = "other bits than the tables' kernels"
+        except Exception as error:
+            errors[f"{name} {inputs[0].shape[0]}"] = f"{type(error).__name__}: {error}"[:300]
+            traceback.print_exc()
+    return captured
+
+
 def measure(shape: Shape, tokens: int, inputs: tuple[Tensor, ...], runs: list[Captured]) -> Any:
     """Return a row: the median of every contestant, the floor and the target."""
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
@@ -136,19 +177,35 @@ def measure(shape: Shape, tokens: int, inputs: tuple[Tensor, ...], runs: list[Ca
     }
 
 
-def worker(
-    name: str, tokens: list[int], wanted: list[str], barrier: Any, lock: Any, queue: Any
-) -> None:
+@dataclass(frozen=True)
+class Job:
+    """Say what one process measures."""
+
+    name: str
+    tokens: tuple[int, ...]
+    wanted: tuple[str, ...]
+    variants: tuple[str, ...]
+
+
+def worker(job: Job, barrier: Any, lock: Any, queue: Any) -> None:
     """Compile one shape's contestants, wait for the others, then measure alone."""
-    shape = shape_named(name)
+    import peers
+
+    name, shape = job.name, shape_named(job.name)
     errors: dict[str, str] = {}
     rows: list[dict[str, Any]] = []
     prepared = []
     try:
         torch._dynamo.config.cache_size_limit = 64
-        runs = contestants(shape, wanted, errors)
-        for count in tokens or shape.tokens:
-            prepared.append((count, *capture(shape, count, runs, errors)))
+        # Held here as long as the graphs that read them.
+        arguments = peers.int8_arguments(shape)
+        schemes = {quant: arguments | peers.scheme_options(quant) for quant in job.variants}
+        runs = contestants(shape, job.wanted, arguments, errors)
+        for count in job.tokens or shape.tokens:
+            inputs, captured = capture(shape, count, runs, errors)
+            for quant, held in schemes.items():
+                captured += capture_variants(shape, inputs, quant, held, errors)
+            prepared.append((count, inputs, captured))
     except Exception:
         errors["all"] = traceback.format_exc()[-600:]
     print(f"{name}: prepared", flush=True)
@@ -166,7 +223,8 @@ def line(row: dict[str, Any]) -> str:
     cells = [f"{row['shape']:>18} {row['tokens']:>6} {row['floor']:8.0f} "]
     cells.append(f"{row['target'] or 0:7.0f} ")
     cells += [f"{row[name]:11.1f}" if name in row else f"{'-':>11}" for name in CONTESTANTS]
-    return "".join(cells)
+    variants = sorted((time, name) for name, time in row.items() if ": " in name)
+    return "\n".join(["".join(cells), *(f"{time:36.1f}  {name}" for time, name in variants)])
 
 
 def versions() -> dict[str, str]:
@@ -186,16 +244,22 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
     parser.add_argument("--tokens", default="", help="numbers of tokens for every shape")
     parser.add_argument("--contestants", default=",".join(CONTESTANTS))
+    parser.add_argument(
+        "--variants", default="", help="schemes (token, static, none) to measure every variant of"
+    )
     parser.add_argument("--output", default="bench_experts.json")
     options = parser.parse_args()
     names = [shape_named(name).name for name in options.shapes.split(",")]
-    tokens = [int(count) for count in options.tokens.split(",") if count]
-    wanted = options.contestants.split(",")
+    tokens = tuple(int(count) for count in options.tokens.split(",") if count)
+    wanted = tuple(name for name in options.contestants.split(",") if name)
+    schemes = tuple(name for name in options.variants.split(",") if name)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     context = multiprocessing.get_context("spawn")
     barrier, lock, queue = context.Barrier(len(names)), context.Lock(), context.Queue()
     processes = [
-        context.Process(target=worker, args=(name, tokens, wanted, barrier, lock, queue))
+        context.Process(
+            target=worker, args=(Job(name, tokens, wanted, schemes), barrier, lock, queue)
+        )
         for name in names
     ]
     for process in processes:

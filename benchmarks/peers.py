@@ -45,6 +45,28 @@ def eager(arguments: dict[str, Any], **options: Any) -> Run:
     return run
 
 
+def scheme_options(quant: str) -> dict[str, Any]:
+    """Return the operator's options for a way to quantise activations."""
+    if quant == "token":
+        return {}
+    scales = {key: torch.tensor(0.03, device="cuda") for key in ("a13_scale", "a2_scale")}
+    return {"activation_quant": quant} | (scales if quant == "static" else {})
+
+
+def variants_of(shape: Shape, inputs: tuple[Tensor, ...], quant: str) -> tuple[Any, ...]:
+    """Return the variants that take a shape at one number of tokens, the default first."""
+    from int8moe_compile.lowerings import eager as launches
+    from int8moe_compile.lowerings import tiles, variants
+
+    device = launches.facts_of(torch.device("cuda", torch.cuda.current_device()))
+    a_bytes = 2 if quant == "none" else 1
+    contributions, E = inputs[2].numel(), shape.experts
+    H, I = shape.hidden, shape.intermediate  # noqa: E741
+    up = tiles.Product(contributions, E, H, I, 2, a_bytes)
+    down = tiles.Product(contributions, E, I, H, 1, a_bytes)
+    return variants.candidates(up, down, device, variants.Features(quant))
+
+
 def compiled(run: Run) -> Run:
     """Return a function under torch.compile, one static graph for each size."""
     return torch.compile(run, fullgraph=True, dynamic=False)
@@ -96,26 +118,13 @@ class Humming:
         )
 
     def _layer(self, n: int, k: int) -> tuple[Any, dict[str, Tensor]]:
-        from humming.config import LayerConfig
         from humming.schema import HummingWeightSchema
         from humming.transform import transform_humming_tensors
-
-        def config(experts: int) -> Any:
-            return LayerConfig(
-                shape_n=n,
-                shape_k=k,
-                num_experts=experts,
-                a_dtype="int8",
-                b_dtype="int8",
-                c_dtype="bfloat16",
-                bs_dtype="bfloat16",
-                as_dtype="float32",
-            )
 
         parts: list[dict[str, Tensor]] = []
         step = next(size for size in (8, 6, 4, 2, 1) if self.shape.experts % size == 0)
         for _ in range(0, self.shape.experts, step):
-            part = config(step)
+            part = self.config(n, k, step)
             schema = HummingWeightSchema(
                 b_dtype=part.b_dtype,
                 bs_dtype=part.bs_dtype,
@@ -133,28 +142,50 @@ class Humming:
             transformed = transform_humming_tensors(part, tensors)
             parts.append({name: t for name, t in transformed.items() if t is not None})
         joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        return config(self.shape.experts), joined
+        return self.config(n, k, self.shape.experts), joined
+
+    @staticmethod
+    def config(n: int, k: int, experts: int) -> Any:
+        """Return the description of one grouped product [rows, k] x [experts, n, k]."""
+        from humming.config import LayerConfig
+
+        return LayerConfig(
+            shape_n=n,
+            shape_k=k,
+            num_experts=experts,
+            a_dtype="int8",
+            b_dtype="int8",
+            c_dtype="bfloat16",
+            bs_dtype="bfloat16",
+            as_dtype="float32",
+        )
+
+    @staticmethod
+    def kernel(layer: Any, rows: int) -> tuple[Any, dict[str, Any]]:
+        """Compile the product of so many rows, or find it in humming's cache on disk."""
+        from humming.config import ComputeConfig
+        from humming.kernel.humming import HummingKernel
+        from humming.tune import get_heuristics_config
+
+        values = get_heuristics_config(layer, shape_m=rows, gemm_type="indexed")
+        prepared = HummingKernel.prepare_kernels(
+            layer.to_str(),
+            ComputeConfig(gemm_type="indexed").to_str(),
+            [(0, 1 << 30, values | {"use_batch_invariant": False})],
+            device=torch.cuda.current_device(),
+        )
+        return prepared.reshape(-1, 4)[0], values
 
     def prepare(self, ids: Tensor) -> Run:
         """Return the layer for one routing; the rows' lists are part of the function."""
         from humming import ops
-        from humming.config import ComputeConfig
         from humming.forward import may_process_input
-        from humming.kernel.humming import HummingKernel
         from humming.testing.data import generate_moe_tensors
-        from humming.tune import get_heuristics_config
 
-        compute = ComputeConfig(gemm_type="indexed")
         rows = ids.numel()
         launches = []
         for layer, tensors in (self.up, self.down):
-            values = get_heuristics_config(layer, shape_m=rows, gemm_type="indexed")
-            kernel = HummingKernel.prepare_kernels(
-                layer.to_str(),
-                compute.to_str(),
-                [(0, 1 << 30, values | {"use_batch_invariant": False})],
-                device=torch.cuda.current_device(),
-            ).reshape(-1, 4)[0]
+            kernel, values = self.kernel(layer, rows)
             lists = generate_moe_tensors(
                 ids.int(), layer.num_experts, "indexed", values["block_shape"][0]
             )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -13,6 +15,8 @@ from shapes import shape_named
 from torch.profiler import ProfilerActivity, profile
 
 import int8moe_compile  # noqa: F401
+from int8moe_compile.lowerings import eager, eager_variants, variants
+from int8moe_compile.ops.arguments import ExpertsArguments
 
 
 def problem(name: str, tokens: int) -> tuple[torch.Tensor, ...]:
@@ -34,19 +38,35 @@ def problem(name: str, tokens: int) -> tuple[torch.Tensor, ...]:
     )
 
 
+def forced(args: tuple[torch.Tensor, ...], label: str) -> AbstractContextManager[None]:
+    """Return the context of the first variant whose label begins so; none for an empty one."""
+    if not label:
+        return contextlib.nullcontext()
+    call = ExpertsArguments(*args)
+    up, down = eager.layer_products(call)
+    device = eager.facts_of(args[0].device)
+    for variant in variants.candidates(up, down, device, eager_variants.features_of(call)):
+        if variants.label(variant).startswith(label):
+            return variants.forced(variant)
+    raise ValueError(f"--variant: wanted the beginning of a variant's label, got {label!r}")
+
+
 def main() -> None:
     """Print median microseconds of each kernel, with L2 flushed before every call."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=["qwen3:1,16,64,256,1024,4096,16384"])
+    parser.add_argument("--variant", default="", help="beginning of a variant's label")
     options = parser.parse_args()
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     for case in options.cases:
         name, _, counts = case.partition(":")
         for tokens in (int(count) for count in counts.split(",")):
             args = problem(name, tokens)
-            for _ in range(2):
-                torch.ops.int8moe.experts(*args)
-            with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            with forced(args, options.variant):
+                for _ in range(2):
+                    torch.ops.int8moe.experts(*args)
+            context = forced(args, options.variant)
+            with context, profile(activities=[ProfilerActivity.CUDA]) as recorded:
                 for _ in range(8):
                     flush.zero_()
                     torch.ops.int8moe.experts(*args)

@@ -12,7 +12,7 @@ import multiprocessing
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from shapes import SHAPES, Shape
 
-from int8moe_compile.lowerings import eager, routing, tiles
+from int8moe_compile.lowerings import (
+    eager,
+    eager_variants,
+    routing,
+    tiles,
+    variant_layers,
+)
 from int8moe_compile.ops.arguments import ExpertsArguments
 
 LIMIT = 232448
@@ -43,6 +49,21 @@ def sweep(panels: int) -> Iterator[tiles.Tile]:
         deep_enough = block_k > 64 or block_m >= 64
         if fits and 4 <= accumulators <= 256 and deep_enough and not (stages == 5 and block_m > 64):
             yield tile
+
+
+def sweep_fused(panels: int) -> Iterator[tiles.Tile]:
+    """Yield the tiles to compare for a fused product of one or two panels."""
+    for block_m, (block_n, warps), stages, programs, loads in itertools.product(
+        (64, 128), ((64, 4), (128, 4), (128, 8), (256, 8)), (3, 4), (0, 1, 2), ("weights", "both")
+    ):
+        tile = tiles.Tile(block_m, block_n, 128, warps, stages, 8, loads, programs)
+        device = tiles.DeviceFacts("cuda", (9, 0), "sm_90", LIMIT, 132)
+        shared = tiles.shared_memory(tile, tiles.Product(1, 1, 4096, 4096, panels), device)
+        accumulators = block_m * block_n * panels // (32 * warps)
+        if shared * max(1, programs) <= LIMIT - 8192 and 32 <= accumulators <= 128:
+            yield tile
+            if panels == 1 and programs:
+                yield replace(tile, is_flat=True)
 
 
 def arguments(shape: Shape, tokens: int) -> ExpertsArguments:
@@ -77,12 +98,38 @@ def stages_of(
     )
 
 
-def compile_some(jobs: list[tuple[bool, dict[str, int]]]) -> None:
+def fused_stages_of(
+    call: ExpertsArguments, block_m: int
+) -> tuple[Callable[[tiles.Tile], Any], Callable[[tiles.Tile], Any]]:
+    """Return functions that launch each fused product, the second quantisation left out."""
+    host = eager_variants.EagerHost(call)
+    plan = routing.plan(
+        call.topk_ids, None, num_experts=call.w13.shape[0], block_m=block_m, is_fused=True
+    )
+    first = eager.first_rows(call, plan)
+    by_token = (first.values, first.scale, first.has_row_scale)
+    ordered = variant_layers.spread(host, plan)
+    shape = (plan.contributions, call.intermediate_size)
+    codes = torch.randint(-127, 128, shape, device="cuda", dtype=torch.int8)
+    scale = torch.rand(plan.contributions, device="cuda") * 1e-3
+
+    def up(tile: tiles.Tile) -> Any:
+        rows = ordered if tile.loads == "both" else by_token
+        return variant_layers.first_product(host, plan, rows, tile, "apart")
+
+    def down(tile: tiles.Tile) -> Any:
+        return variant_layers.second_product(host, plan, codes, scale, True, tile)
+
+    return up, down
+
+
+def compile_some(jobs: list[tuple[bool, dict[str, Any]]]) -> None:
     """Compile kernels into Triton's cache by running them on a tiny layer."""
     for is_up, tile in jobs:
         shape = Shape("tiny", 4, 2, 512, 512, (1,))
         call = arguments(shape, 32)
-        launch = stages_of(call, tile["block_m"])[0 if is_up else 1]
+        makes = stages_of if tile["loads"] == "pointers" else fused_stages_of
+        launch = makes(call, tile["block_m"])[0 if is_up else 1]
         try:
             launch(tiles.Tile(**tile))
             torch.cuda.synchronize()
@@ -105,8 +152,11 @@ def median_us(run: Callable[[], Any], flush: torch.Tensor, repeats: int) -> floa
     return 1e3 * statistics.median(begin.elapsed_time(end) for begin, end in events)
 
 
-def measure(shape: Shape, tokens: int, found: list[dict[str, Any]]) -> None:
+def measure(
+    shape: Shape, tokens: int, found: list[dict[str, Any]], *, is_fused: bool = False
+) -> None:
     """Time the tiles that suit one number of tokens."""
+    makes, tiles_of = (fused_stages_of, sweep_fused) if is_fused else (stages_of, sweep)
     call = arguments(shape, tokens)
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     rows = tiles.rows_per_expert(tokens * shape.top_k, shape.experts)
@@ -114,14 +164,12 @@ def measure(shape: Shape, tokens: int, found: list[dict[str, Any]]) -> None:
     for block_m in (16, 32, 64, 128):
         if (block_m > 16 and rows * 4 < block_m) or (block_m < 64 and rows > 200):
             continue
-        for name, launch, panels in zip(
-            ("up", "down"), stages_of(call, block_m), (2, 1), strict=True
-        ):
-            for tile in sweep(panels):
+        for name, launch, panels in zip(("up", "down"), makes(call, block_m), (2, 1), strict=True):
+            for tile in tiles_of(panels):
                 if tile.block_m != block_m:
                     continue
                 for group_m in (1, 8) if rows > 128 else (1,):
-                    tile = tiles.replace(tile, group_m=group_m)
+                    tile = replace(tile, group_m=group_m)
                     try:
                         time = median_us(lambda run=launch, t=tile: run(t), flush, repeats)
                     except Exception as error:
@@ -141,7 +189,7 @@ def report(found: list[dict[str, Any]]) -> None:
         best = sorted(group, key=lambda row: row["us"])[:3]
         text = "  ".join(
             f"{b['us']:.1f}:{b['block_n']}x{b['block_k']}w{b['num_warps']}s{b['num_stages']}"
-            f"g{b['group_m']}"
+            f"g{b['group_m']}{b['loads'][0]}{b['programs']}{'f' if b['is_flat'] else ''}"
             for b in best
         )
         print(*key, text, flush=True)
@@ -154,9 +202,13 @@ def main() -> None:
     parser.add_argument("--tokens", default="")
     parser.add_argument("--output", default="sweep_tiles.json")
     parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--fused", action="store_true", help="sweep the kernels of variants.py")
     options = parser.parse_args()
     wanted = [s for s in SHAPES if any(s.name.startswith(n) for n in options.shapes.split(","))]
-    jobs = [(is_up, asdict(tile)) for is_up in (True, False) for tile in sweep(2 if is_up else 1)]
+    tiles_of = sweep_fused if options.fused else sweep
+    jobs = [
+        (is_up, asdict(tile)) for is_up in (True, False) for tile in tiles_of(2 if is_up else 1)
+    ]
     parts = [jobs[start :: options.workers] for start in range(options.workers)]
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
         pool.map(compile_some, parts, chunksize=1)
@@ -165,7 +217,7 @@ def main() -> None:
     for shape in wanted:
         counts = [int(t) for t in options.tokens.split(",") if t] or shape.tokens
         for tokens in counts:
-            measure(shape, tokens, found)
+            measure(shape, tokens, found, is_fused=options.fused)
             report([row for row in found if row["shape"] == shape.name and row["tokens"] == tokens])
             Path(options.output).write_text(json.dumps(found))
 
