@@ -14,6 +14,9 @@ graph, again and again with one routing, so that caches hold what fits.
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.metadata
+import importlib.util
 import json
 import math
 import platform
@@ -22,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -105,6 +109,27 @@ def make_hf(
     return module
 
 
+def make_torchao(
+    shape: Shape, dtype: torch.dtype, w13: Tensor, w2: Tensor
+) -> Callable[..., Tensor] | None:
+    """Quantise a Hugging Face module by torchao, where that is installed (pip install torchao).
+
+    Its int8 weights run in the loop over experts only, which does not compile into one graph.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        return None
+    quantization = importlib.import_module("torchao.quantization")
+    holder = torch.nn.Module()
+    holder.experts = make_hf(shape, "eager", dtype, w13, w2)  # type: ignore[assignment]
+    rule = quantization.Int8DynamicActivationInt8WeightConfig()
+    names = ("experts.gate_up_proj", "experts.down_proj")
+    quantization.quantize_(
+        holder, quantization.FqnToConfig(dict.fromkeys(names, rule)), filter_fn=None
+    )
+    experts: Callable[..., Tensor] = holder.experts
+    return experts
+
+
 def make_int8(w13: Tensor, w2: Tensor) -> Callable[..., Tensor]:
     """Quantise the same weights; the result takes what a Hugging Face module takes."""
     (w13_codes, w13_scale), (w2_codes, w2_scale) = quantize_weight(w13), quantize_weight(w2)
@@ -146,15 +171,15 @@ def route(tokens: int, shape: Shape) -> Routing:
     return ids, weights
 
 
-def compiled(
-    layer: Callable[..., Tensor], x: Tensor
+def each_call(
+    layer: Callable[..., Tensor], x: Tensor, wrap: Callable[..., Any] = lambda function: function
 ) -> Callable[[Sequence[Routing]], list[Tensor]]:
-    """Compile the calls of a layer on one x [T,H] into a graph; routing weights take x's dtype."""
+    """Call a layer on one x [T,H] for each routing, whose weights take x's dtype."""
 
     def calls(x: Tensor, routings: Sequence[Routing]) -> list[Tensor]:
         return [layer(x, ids, weights) for ids, weights in routings]
 
-    graph = torch.compile(calls, dynamic=False, fullgraph=True)
+    graph = wrap(calls)
     return lambda routings: graph(x, [(ids, weights.to(x.dtype)) for ids, weights in routings])
 
 
@@ -173,8 +198,10 @@ def bench(
         for variant in ("grouped_mm", "batched_mm")
     }
     layers |= dict.fromkeys((("int8", dtype) for dtype in DTYPES), make_int8(w13, w2))
+    torchao = make_torchao(shape, torch.bfloat16, w13, w2)
     del w13, w2
     to_read = torch.ones(READ_BYTES // 4)
+    compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True)
     results = []
     for tokens in shape.tokens:
         torch.compiler.reset()  # all variants share code objects, and so one recompilation limit
@@ -185,7 +212,9 @@ def bench(
         for (variant, dtype), layer in layers.items():
             copied = 3 * tokens * shape.top_k * shape.hidden * shape.intermediate * dtype.itemsize
             if variant != "batched_mm" or copied <= BATCHED_BYTES:
-                graphs[f"{variant} {str(dtype)[6:]}"] = compiled(layer, x.to(dtype))
+                graphs[f"{variant} {str(dtype)[6:]}"] = each_call(layer, x.to(dtype), compiled)
+        if torchao is not None:
+            graphs["torchao eager"] = each_call(torchao, x.bfloat16())
         for graph in graphs.values():
             graph(routings[: method.calls])
             graph(routings[-method.calls :])
@@ -205,7 +234,8 @@ def summary(
     bandwidth: float,
 ) -> Row:
     """Divide the best Hugging Face time by the slower of the two INT8 times."""
-    best_hf = min((label for label in times if not label.startswith("int8")), key=times.__getitem__)
+    hf = [label for label in times if not label.startswith(("int8", "torchao"))]
+    best_hf = min(hf, key=times.__getitem__)
     ours = max(value for label, value in times.items() if label.startswith("int8"))
     used = statistics.median(ids.unique().numel() for ids, _ in routings)
     read = used * 3 * shape.hidden * shape.intermediate
@@ -229,6 +259,12 @@ def line(row: Row) -> str:
         f"{row.shape:12} T {row.tokens:5}  ms: {times}  | {row.speedup:.2f}x over {row.best_hf}, "
         f"{row.int8_gigabytes_per_second:.1f} GB/s ({row.share_of_read_bandwidth:.0%} of reading)"
     )
+
+
+def torchao_version() -> str | None:
+    """Return torchao's version where it is installed."""
+    found = importlib.util.find_spec("torchao") is not None
+    return importlib.metadata.version("torchao") if found else None
 
 
 def cpu_model() -> str:
@@ -270,11 +306,12 @@ def main() -> None:
         "kernel": "compiled" if cpu_build.kernel() else "plain",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "torchao": torchao_version(),
     }
     print(facts, flush=True)
     chosen = SHAPES if options.shape == "all" else {options.shape: SHAPES[options.shape]}
     rows: list[Row] = []
-    with torch.inference_mode():
+    with torch.no_grad():  # torchao's tensors refuse inference mode
         for name, shape in chosen.items():
             rows += bench(name, shape, options.seconds, clock, in_cache=options.in_cache)
     if options.json:
