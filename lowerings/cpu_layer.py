@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-from torch._inductor.graph import SubgraphLowering
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
 from torch._inductor.virtualized import V
 
 from ..ops.arguments import ExpertsArguments
@@ -35,18 +34,20 @@ class ExpertsKernel(ir.ExternKernelOut):
 
     def codegen(self, wrapper: PythonWrapperCodegen) -> None:
         """Write the definition once a module, and the call."""
+        root = wrapper
+        while isinstance(root, SubgraphPythonWrapperCodegen):  # whose own head is not written
+            root = root.parent_wrapper
         for line in self.lines:
-            wrapper.add_import_once(line)
+            root.add_import_once(line)
         super().codegen(wrapper)
 
 
 def lower(call: ExpertsArguments) -> ir.TensorBox | None:
     """Return the buffer that the kernel writes; None where the graph has to call the operator.
 
-    A graph without Python (cpp_wrapper, AOTInductor) has no one to pack the call, and a branch's
-    module has no head of its own.
+    A graph without Python (cpp_wrapper, AOTInductor) has no one to pack the call.
     """
-    if V.graph.cpp_wrapper or isinstance(V.graph, SubgraphLowering):
+    if V.graph.cpp_wrapper:
         return None
     fields = call._asdict()
     buffers = {name: _realized(name, x) for name, x in fields.items() if isinstance(x, ir.IRNode)}

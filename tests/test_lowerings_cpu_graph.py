@@ -131,7 +131,7 @@ def test_graphs_without_python_call_the_operator() -> None:
     assert torch.equal(compiled(*inputs(case)), case.run())
 
 
-def test_branches_call_the_operator() -> None:
+def test_branches_of_a_graph() -> None:
     case = problem(9, T=5, H=32, I=32, E=4, K=2)
     layer = Layer(case)
 
@@ -143,6 +143,8 @@ def test_branches_call_the_operator() -> None:
 
     x, weights, ids = inputs(case)
     compiled = torch.compile(either, fullgraph=True)
+    _, code = run_and_get_code(compiled, x, weights, ids)
+    assert (code[0].count(DIRECT), code[0].count(OPERATOR)) == (1, 0)
     for sign in (1, -1):
         x = x.abs() * sign
         assert torch.equal(compiled(x, weights, ids), either(x, weights, ids))
