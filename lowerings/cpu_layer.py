@@ -69,7 +69,7 @@ def lower(call: ExpertsArguments) -> ir.TensorBox | None:
 
 def _realized(name: str, x: Any) -> Any:
     if name in PER_TOKEN:
-        return ir.ExternKernel.require_contiguous(x)
+        x = ir.ExternKernel.require_contiguous(x)  # may leave a single value unrealized
     buffer = ir.ExternKernel.realize_input(x)
     buffer.freeze_layout()
     return buffer

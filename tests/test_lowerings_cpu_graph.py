@@ -116,6 +116,19 @@ def test_strided_tensors(strided: str) -> None:
     assert torch.equal(torch.compile(Layer(case), fullgraph=True)(*inputs(case)), case.run())
 
 
+def test_scales_that_the_graph_computes() -> None:
+    """Inductor leaves a single value without dimensions unrealized when it has to be contiguous."""
+    case = with_scheme(problem(4, T=5, H=32, I=32, E=4, K=2), "static")
+
+    def scaled(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        scales = {"a13_scale": x.float().abs().max() / 127, "a2_scale": torch.tensor(0.05)}
+        named = dict(hidden_states=x, topk_weights=weights, topk_ids=ids)
+        return case.with_(**named, **scales).run()
+
+    compiled = torch.compile(scaled, fullgraph=True)
+    assert torch.equal(compiled(*inputs(case)), scaled(*inputs(case)))
+
+
 def test_unknown_layouts_call_the_operator() -> None:
     first, second = (problem(3, T=5, H=32, I=32, E=experts, K=2) for experts in (4, 6))
     compiled = torch.compile(lambda *args: EXPERTS(*args), fullgraph=True, dynamic=True)
