@@ -21,10 +21,11 @@ namespace int8moe {
 #if defined(__AVX2__)
 // Hold a value in a register at this point of the program. Without it gcc 12 adds up the sums of
 // several steps in another order, for which registers are too few, and folds a load that several
-// products share into each of them (AVX2, T 1024: 182 against 125 ms a layer).
+// products share into each of them (AVX2, T 1024: 182 against 125 ms a layer). "v" is any vector
+// register; "x" would be the first 16 of AVX512's 32.
 template <class Vec>
 inline Vec in_register(Vec value) {
-  asm("" : "+x"(value));
+  asm("" : "+v"(value));
   return value;
 }
 #endif

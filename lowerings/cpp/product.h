@@ -128,8 +128,11 @@ inline void dot_four(int64_t count, const typename Lanes::Code* const* rows,
                      const Operand& weights, typename Lanes::Sum* out, int64_t out_stride) {
   constexpr int COLUMNS = Lanes::REGISTERS >= 32 ? 4 : 2;
   if (count == 1) {
-    if constexpr (!Lanes::EXACT) return dot_tile<Lanes, 1, 4, AHEAD>(rows, weights, out, out_stride);
-    for (int j = 0; j < 4; ++j) out[j] = dot_row<Lanes>(rows[0], weights.skip(j, Lanes::STEP));
+    if constexpr (Lanes::EXACT) {
+      for (int j = 0; j < 4; ++j) out[j] = dot_row<Lanes>(rows[0], weights.skip(j, Lanes::STEP));
+    } else {
+      dot_tile<Lanes, 1, 4, AHEAD>(rows, weights, out, out_stride);
+    }
     return;
   }
   if (count == 2) return dot_tile<Lanes, 2, 4, AHEAD>(rows, weights, out, out_stride);
