@@ -172,7 +172,8 @@ def _quark_entry(entry: object) -> CheckpointKeys:
 def _gptq(config: Mapping[str, Any]) -> CheckpointConfig:
     """Read the dialect of GPTQ: weight-only codes along the input, one scale a group of inputs.
 
-    ``dynamic`` maps patterns to other settings, or leaves modules out; the first match counts.
+    ``dynamic`` maps patterns to other settings, or leaves modules out; the first match counts, also
+    where ``modules_in_block_to_quantize`` spells a module's name.
     """
     word = str(config.get("checkpoint_format") or "gptq").lower()
     if word not in _PACKED_ZEROS:
@@ -186,7 +187,12 @@ def _gptq(config: Mapping[str, Any]) -> CheckpointConfig:
         keys = None if pattern.startswith("-:") else _gptq_keys({**config, **(changes or {})})
         groups.append(Group(pattern, (f"re:{own}",), keys))
     blocks = config.get("modules_in_block_to_quantize")
-    targets = _strings([name for block in blocks for name in block]) if blocks else ("Linear",)
+    targets: tuple[str, ...] = ("Linear",)
+    if blocks:
+        # As patterns, which rank like those of ``dynamic``.
+        named = _strings([name for block in blocks for name in block])
+        words = [re.escape(word) for name in named for word in _spellings(name)]
+        targets = tuple(rf"re:(?:.*\.)?{word}(?:\.|$)" for word in words)
     groups.append(Group(GPTQ, targets, _gptq_keys(config)))
     ignore = _strings(config.get("modules_to_not_convert"))
     return CheckpointConfig(GPTQ, tuple(groups), ignore, True, _PACKED_ZEROS[word])

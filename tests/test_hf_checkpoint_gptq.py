@@ -103,6 +103,15 @@ def test_only_named_modules_are_quantised(tmp_path: Path):
     config = read_config(gptq(dynamic=None, modules_in_block_to_quantize=names))
     assert config.keys_of(["model.layers.0.self_attn.k_proj"]) is not None
     assert config.keys_of(["model.layers.0.self_attn.q_proj"]) is None
+    assert config.keys_of(["model.layers.0.self_attn.k_proj_norm"]) is None
+
+
+def test_dynamic_settings_change_named_modules():
+    dynamic = {r"-:.*k_proj": {}, r"+:.*v_proj": {"bits": 4}}
+    names = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]]
+    config = read_config(gptq(dynamic=dynamic, modules_in_block_to_quantize=names))
+    keys = [config.keys_of([f"model.layers.0.self_attn.{name}_proj"]) for name in "qkv"]
+    assert [each and each.weight_key and each.weight_key.bits for each in keys] == [8, None, 4]
 
 
 WHERE = r"\(layer 1, expert 3, gate\)"
