@@ -2,13 +2,14 @@
 
 "apart" is the measured one: quantise, product, quantise, product, sum, tiles from tiles.TABLE.
 "fused" quantises the intermediate in the first product and may load by tensor descriptor;
-"decode" takes two or three launches without routing. Nobody has timed those two yet, so default
-is always "apart": they run where a test, a benchmark or max-autotune asks for them.
+"decode" takes two or three launches without routing. Nobody has timed those two yet, so the choice
+is always "apart", under max-autotune, too: they run where a test or a benchmark forces them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
@@ -25,6 +26,8 @@ SPREAD_COLUMNS: Final = 8192
 WHOLE_ROW: Final = 16384
 # More contributions than this leave "decode" behind: it reads an expert once for each.
 DECODE_CONTRIBUTIONS: Final = 64
+# Contributions are counted in 32 bits.
+EVERY_SIZE: Final = (1 << 31) - 1
 CACHE_KEY: Final = "int8moe_compile.lowerings.variants"
 
 
@@ -46,6 +49,16 @@ class Schedule:
     """
 
     steps: tuple[tuple[int, Variant], ...]
+
+    def __post_init__(self) -> None:
+        """Refuse steps of which no graph can be made, or that leave sizes without a launch."""
+        bounds = [most for most, _ in self.steps]
+        is_rising = all(a < b for a, b in itertools.pairwise(bounds))
+        if not is_rising or not bounds or bounds[-1] < EVERY_SIZE:
+            raise ValueError(f"steps: wanted rising bounds up to {EVERY_SIZE}, got {bounds}")
+        names = [variant.name for _, variant in self.steps]
+        if "apart" in names or "fused" not in names:
+            raise ValueError(f"steps: wanted decode and fused, at least one fused, got {names}")
 
 
 @dataclass(frozen=True)

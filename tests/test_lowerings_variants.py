@@ -15,7 +15,7 @@ from test_lowerings_tiles import facts, products
 
 from int8moe_compile.lowerings import tiles, variants
 from int8moe_compile.lowerings.tiles import Tile
-from int8moe_compile.lowerings.variants import Features, Variant
+from int8moe_compile.lowerings.variants import Features, Schedule, Variant
 from int8moe_compile.ops.arguments import ExpertsArguments
 
 FIRST = Tile(128, 64, 128, 4, 3, 8, "both", 2)
@@ -63,6 +63,23 @@ def test_a_forced_variant_yields_to_calls_that_it_does_not_take() -> None:
         odd = replace(up, depth=2040)
         assert variants.choose(odd, down, device, Features()).name == "apart"
     assert variants.choose(up, down, device, Features()).name == "apart"
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ((), "rising bounds"),
+        (((64, "fused"),), "rising bounds"),
+        (((64, "fused"), (64, "fused"), (1 << 40, "fused")), "rising bounds"),
+        (((64, "decode"), (1 << 40, "apart")), "at least one fused, got .*apart"),
+        (((1 << 40, "decode"),), "at least one fused"),
+    ],
+)
+def test_schedules_that_would_launch_nothing_are_refused(
+    steps: tuple[tuple[int, str], ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Schedule(tuple((most, Variant(name, FIRST, SECOND)) for most, name in steps))
 
 
 def compiled(case: ExpertsArguments, variant: Variant) -> dict[str, tuple[str, int]]:
