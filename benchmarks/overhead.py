@@ -1,6 +1,6 @@
 """Time what compiling and calling cost on the host: torch.compile cold, and one eager call.
 
-The compilation is that of one Qwen3-MoE decoder model with every cache off, bf16 and INT8 in
+The compilation is that of one Qwen3-MoE decoder model with empty caches, bf16 and INT8 in
 processes of their own, so that neither warms the other.
 """
 
@@ -12,6 +12,7 @@ import os
 import pstats
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -86,14 +87,12 @@ def main() -> None:
         return
     for turn in range(options.repeats):
         for scheme in options.schemes.split(","):
-            folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"cold-{os.getpid()}-{scheme}-{turn}"
             command = [sys.executable, __file__, "--child", scheme]
             command += ["--layers", str(options.layers), "--tokens", str(options.tokens)]
             command += ["--profile"] if options.profile and turn == 0 else []
-            environment = {CACHE: str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
-            done = subprocess.run(
-                command, env={**os.environ, **environment}, text=True, check=False
-            )
+            with tempfile.TemporaryDirectory() as folder:
+                caches = {CACHE: folder, "TRITON_CACHE_DIR": str(Path(folder, "triton"))}
+                done = subprocess.run(command, env={**os.environ, **caches}, check=False)
             print(f"{scheme} turn {turn}: exit {done.returncode}", flush=True)
     # So few calls that the launch queue (1024 deep) never fills and blocks the host.
     print(f"eager call: {eager_us(16, 60):.1f} us on the host", flush=True)
