@@ -50,7 +50,9 @@ def config_keys(entry: object) -> CheckpointKeys:
     if kind not in (_WEIGHT_ONLY, _DYNAMIC, _STATIC):
         return CheckpointKeys(None, None, f"quant_type: wanted an int8 one, got {kind!r}")
     granularity = data.get("granularity")
-    pair = granularity if isinstance(granularity, list) else [granularity, granularity]
+    pair = [granularity, granularity]
+    if isinstance(granularity, list) and len(granularity) == 2:
+        pair = granularity
     group_size = data.get("group_size")
     weight = QuantKey("group", group_size=group_size) if group_size else _weight(_kind(pair[-1]))
     if kind == _WEIGHT_ONLY:
@@ -74,7 +76,8 @@ def tensor_keys(text: str, shape: Sequence[int]) -> CheckpointKeys:
     activation = None
     if wanted is not None:
         inner = _mapping(_mapping(wanted).get("_data"))
-        is_static = "act_quant_scale" in (fields.get("_tensor_data_names") or ())
+        names = fields.get("_tensor_data_names")
+        is_static = isinstance(names, list) and "act_quant_scale" in names
         activation = _activation(inner.get("granularity"), inner.get("mapping_type"), not is_static)
     return CheckpointKeys(weight, activation, pair_refusal(weight, activation))
 

@@ -15,6 +15,7 @@ from hf_models import token_ids
 from transformers import TorchAoConfig
 
 from int8moe_compile.checkpoint_explain import explain_directory
+from int8moe_compile.checkpoint_torchao import config_keys, tensor_keys
 from int8moe_compile.errors import CheckpointError
 from int8moe_compile.hf import find_experts, reason_of, record_of
 from int8moe_compile.hf.checkpoint_entries import claims
@@ -86,6 +87,16 @@ def test_only_named_int8_is_claimed(entries: dict[str, str] | None, ours: bool):
     whole = {"_type": "FqnToConfig", "_data": {"fqn_to_config": kinds}}
     quant_type = {"default": kinds[""] if entries is None else whole}
     assert claims({"quant_method": "torchao", "quant_type": quant_type}) == ours
+
+
+@pytest.mark.parametrize("granularity", [[], [1, 2, 3], 7, "PerRow"])
+def test_malformed_words_are_refused_with_a_reason(granularity: Any):
+    fields = {"_type": "Int8WeightOnlyConfig", "_data": {"granularity": granularity}}
+    assert "granularity" in str(config_keys(fields).reason)
+    inner = {"_data": {"granularity": granularity}}
+    data = {"block_size": [1, 1, 64], "act_quant_kwargs": inner}
+    text = json.dumps({"_type": "Int8Tensor", "_data": data, "_tensor_data_names": 7})
+    assert tensor_keys(text, (8, 96, 64)).reason is not None
 
 
 @pytest.fixture(scope="module")
