@@ -53,7 +53,9 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     demo.add_argument("--all", action="store_true", help="every scheme, not w8a8 alone")
     demo.add_argument("--windows", type=_positive, help="how many 512-byte windows to score")
-    demo.add_argument("--device", default=_default_device(), help="default: %(default)s")
+    demo.add_argument(
+        "--device", type=_device, default=_default_device(), help="default: %(default)s"
+    )
     demo.set_defaults(run=_demo)
 
 
@@ -69,7 +71,9 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="load the model and trace it; a folder is else judged by its headers alone",
     )
-    explain.add_argument("--device", default=_default_device(), help="default: %(default)s")
+    explain.add_argument(
+        "--device", type=_device, default=_default_device(), help="default: %(default)s"
+    )
     explain.set_defaults(run=_explain)
 
 
@@ -101,7 +105,7 @@ def _add_quantize(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         help="load the whole model instead of going file by file; so it is for w8a8_static and "
         "hub names in any case",
     )
-    quantize.add_argument("--device", default="cpu", help="default: %(default)s")
+    quantize.add_argument("--device", type=_device, default="cpu", help="default: %(default)s")
     quantize.set_defaults(run=_quantize)
 
 
@@ -120,13 +124,16 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="how activations are quantised; default: token",
     )
     bench.add_argument("--max-autotune", action="store_true", help="compare tiles while compiling")
-    bench.add_argument("--device", default=_default_device(), help="default: %(default)s")
+    bench.add_argument(
+        "--device", type=_device, default=_default_device(), help="default: %(default)s"
+    )
     bench.set_defaults(run=_bench)
 
 
 def _bench(parsed: argparse.Namespace) -> None:
     from .bench import BenchOptions, run
 
+    _want_usable(parsed.device)
     options = BenchOptions(
         tokens=tuple(parsed.tokens),
         hidden=parsed.hidden,
@@ -144,6 +151,7 @@ def _bench(parsed: argparse.Namespace) -> None:
 def _demo(parsed: argparse.Namespace) -> None:
     from .demo import Options, run
 
+    _want_usable(parsed.device)
     chosen = {} if parsed.windows is None else {"windows": parsed.windows}
     run(Options(every_scheme=parsed.all, device=parsed.device, **chosen))
 
@@ -156,6 +164,7 @@ def _explain(parsed: argparse.Namespace) -> None:
         return
     from .api import explain, quantize_
 
+    _want_usable(parsed.device)
     model = _load(parsed.model, parsed.device)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.arange(16, device=parsed.device).remainder(vocabulary).unsqueeze(0)
@@ -168,6 +177,7 @@ def _explain(parsed: argparse.Namespace) -> None:
 
 
 def _quantize(parsed: argparse.Namespace) -> None:
+    _want_usable(parsed.device)
     is_static = parse_scheme(parsed.scheme).activation_quant == "static"
     is_local = Path(parsed.source).is_dir()
     if is_static or parsed.in_memory or parsed.calibration is not None or not is_local:
@@ -244,8 +254,27 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def _want_usable(device: str) -> None:
+    """Refuse a device that this machine or this torch cannot compute on."""
+    try:
+        torch.ones(1, device=device).item()
+    except (AssertionError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"--device: {device} cannot be used here: {reason}") from error
+
+
+def _device(text: str) -> str:
+    try:
+        torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(
+            f"wanted a device like cpu or cuda:0, got {text}"
+        ) from None
+    return text
+
+
 def _positive(text: str) -> int:
-    value = int(text)
+    value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"wanted a positive number, got {text}")
     return value

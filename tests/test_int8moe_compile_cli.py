@@ -31,7 +31,9 @@ def test_demo_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         ([], "COMMAND"),
         (["train"], "invalid choice: 'train'"),
         (["demo", "--windows", "0"], "wanted a positive number, got 0"),
-        (["demo", "--windows", "many"], "invalid _positive value: 'many'"),
+        (["demo", "--windows", "many"], "wanted a positive number, got many"),
+        (["demo", "--device", "gpu"], "wanted a device like cpu or cuda:0, got gpu"),
+        (["explain", "folder", "--device", ""], "wanted a device like cpu or cuda:0, got"),
         (["demo", "extra"], "unrecognized arguments: extra"),
         (["quantize", "source"], "DST"),
         (["quantize", "source", "target", "--scheme", "w4a16"], "invalid choice: 'w4a16'"),
@@ -136,3 +138,16 @@ def test_faults_of_the_user_are_one_line(
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert error.startswith(f"int8moe: {message}")
         assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("command", ["demo", "bench", "quantize", "explain"])
+def test_devices_that_are_not_there_are_one_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = str(demo.FOLDER), tmp_path / "int8"
+    more = {"quantize": [source, str(target)], "explain": [source, "--load"]}
+    for device in ("meta", "cuda:4095"):
+        assert cli.main([command, *more.get(command, []), "--device", device]) == 1
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith(f"int8moe: --device: {device} cannot be used here: ")
+    assert not target.exists()
