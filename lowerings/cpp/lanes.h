@@ -21,8 +21,8 @@ namespace int8moe {
 #if defined(__AVX2__)
 // Hold a value in a register at this point of the program. Without it gcc 12 adds up the sums of
 // several steps in another order, for which registers are too few, and folds a load that several
-// products share into each of them (AVX2, T 1024: 182 against 125 ms a layer). "v" is any vector
-// register; "x" would be the first 16 of AVX512's 32.
+// products share into each of them, which takes half as long again (benchmarks/cpu_parts.py). "v" is
+// any vector register; "x" would be the first 16 of AVX512's 32.
 template <class Vec>
 inline Vec in_register(Vec value) {
   asm("" : "+v"(value));

@@ -48,7 +48,7 @@ inline void prefetch(const int8_t* address) {
 
 // Call function(0), ..., function(COUNT - 1) with constants, so that an array indexed by them lives
 // in registers. gcc 12 leaves the accumulators of unrolled loops in memory, and of calls that it
-// does not inline early (65 and 90 against 148 GOPS a core, from cache).
+// does not inline early; either halves the speed (benchmarks/cpu_parts.py).
 template <int... INDEX, class Function>
 INT8MOE_INLINE void repeat(std::integer_sequence<int, INDEX...>, const Function& function) {
   (function(std::integral_constant<int, INDEX>()), ...);
@@ -61,7 +61,7 @@ INT8MOE_INLINE void repeat(const Function& function) {
 
 // ROWS x COLUMNS dot products at once. The first tile to read its weights (AHEAD) fetches those of
 // the next tile line after line: several interleaved streams alone reach half of the memory's
-// bandwidth (measured, 6 against 12 GB/s a core where a plain read has 13).
+// bandwidth.
 template <class Lanes, int ROWS, int COLUMNS, bool AHEAD>
 inline void dot_tile(const typename Lanes::Code* const* rows, const Operand& weights,
                      typename Lanes::Sum* out, int64_t out_stride) {
@@ -96,8 +96,7 @@ inline void dot_tile(const typename Lanes::Code* const* rows, const Operand& wei
 }
 
 // One row against one weight row, whose accumulators split K: only for sums that are exact. Reading
-// one weight row after the other is the fastest way through memory (25 GB/s from two cores, where
-// four rows at once have 22 and a plain read 26).
+// one weight row after the other is the fastest way through memory (benchmarks/cpu_parts.py).
 template <class Lanes>
 inline typename Lanes::Sum dot_row(const typename Lanes::Code* row, const Operand& weights) {
   constexpr int64_t STEP = Lanes::STEP, AHEAD = 1536;
@@ -121,8 +120,8 @@ inline typename Lanes::Sum dot_row(const typename Lanes::Code* row, const Operan
 }
 
 // Four weight rows against one to four rows, with eight accumulators where there are 16 registers:
-// with twelve, gcc spills and AVX2 loses a third (measured, 148 against 105 GOPS a core). Where there
-// are 32, sixteen hide the longer latency of the dot product instructions.
+// with twelve, gcc spills and AVX2 loses a third of its speed. Where there are 32, sixteen hide the
+// longer latency of the dot product instructions.
 template <class Lanes, bool AHEAD>
 inline void dot_four(int64_t count, const typename Lanes::Code* const* rows,
                      const Operand& weights, typename Lanes::Sum* out, int64_t out_stride) {
