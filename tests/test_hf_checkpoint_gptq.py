@@ -80,6 +80,21 @@ def test_other_layers_are_dequantised(tmp_path: Path, bits: int, asymmetric: boo
     )
 
 
+@pytest.mark.parametrize("group", [-1, 4])
+def test_groups_that_are_not_there_are_refused(tmp_path: Path, group: int):
+    own = {r"+:.*q_proj": {"group_size": 16}, **KEPT}
+    written = written_as_gptq(tmp_path, gptq(dynamic=own))
+    del written.tensors[f"{ATTENTION}.weight"]
+    groups = torch.arange(64).int() // 16
+    groups[5] = group
+    written.tensors[f"{ATTENTION}.qweight"] = packed(torch.full((64, 64), 7)).t().contiguous()
+    written.tensors[f"{ATTENTION}.qzeros"] = packed(torch.full((4, 64), 127))
+    written.tensors[f"{ATTENTION}.scales"] = torch.ones(4, 64).half()
+    written.tensors[f"{ATTENTION}.g_idx"] = groups
+    with pytest.raises(CheckpointError, match=rf"q_proj\.g_idx: wanted groups.*3, got {group}"):
+        load(written.save(tmp_path / "int8"), written)
+
+
 def test_a_layer_left_out_in_part_becomes_float(tmp_path: Path):
     config = gptq(dynamic={**KEPT, rf"-:{EXPERT}": {}})
     written = written_as_gptq(tmp_path, config)

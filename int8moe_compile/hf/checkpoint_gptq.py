@@ -48,6 +48,12 @@ class GptqSource(LinearSource):
             groups = torch.arange(self.columns, device=codes.device) // size
         else:
             groups = fetch(self.g_idx).long()
+            least, most, count = int(groups.min()), int(groups.max()), scales.shape[1]
+            if least < 0 or most >= count:
+                raise CheckpointError(
+                    f"{place(self.g_idx)}: wanted groups from 0 to {count - 1}, got "
+                    f"{least if least < 0 else most}"
+                )
         return ((codes - zeros[:, groups]) * scales[:, groups]).to(dtype)
 
 
