@@ -20,6 +20,9 @@ SINGLE: Final = "model.safetensors"
 DTYPES: Final[dict[str, torch.dtype]] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
     "I8": torch.int8,
     "I16": torch.int16,
     "I32": torch.int32,
@@ -64,7 +67,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         if name != "__metadata__"
     }
     end = base
-    for name, entry in sorted(entries.items(), key=lambda item: item[1].start):
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != end:
             raise CheckpointError(
                 f"{path}: corrupt: {name} wanted to begin at byte {end}, got {entry.start}"
