@@ -6,9 +6,10 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
-from .checkpoint_files import TensorEntry
+from .checkpoint_files import TensorEntry, read_metadata
 from .checkpoint_names import layer_of, parse_name, place, torchao_parameter
 from .checkpoint_schemes import CheckpointKeys, compressed_tensors_keys, quark_keys
 from .checkpoint_torchao import config_entries, tensor_keys
@@ -20,7 +21,7 @@ QUARK: Final = "quark"
 GPTQ: Final = "gptq"
 TORCHAO: Final = "torchao"
 # Format of GPTQ's packed zero points -> what symmetric ones are stored as.
-_PACKED_ZEROS: Final = {"gptq": 127, "gptq_v2": 128}
+PACKED_ZEROS: Final = {"gptq": 127, "gptq_v2": 128}
 OURS: Final = "int8moe"
 # Names under which a configuration may mean several modules that were fused for speed.
 _FUSED: Final[dict[str, tuple[str, ...]]] = {
@@ -56,7 +57,7 @@ class CheckpointConfig:
     groups: tuple[Group, ...]
     ignore: tuple[str, ...] = ()
     by_component: bool = False
-    packed_zero: int = _PACKED_ZEROS["gptq"]
+    packed_zero: int = PACKED_ZEROS["gptq"]
 
     def keys_of(self, names: Sequence[str], class_name: str = "Linear") -> CheckpointKeys | None:
         """Return the keys of a module under any of its names; None where it is not quantised."""
@@ -176,8 +177,8 @@ def _gptq(config: Mapping[str, Any]) -> CheckpointConfig:
     where ``modules_in_block_to_quantize`` spells a module's name.
     """
     word = str(config.get("checkpoint_format") or "gptq").lower()
-    if word not in _PACKED_ZEROS:
-        known = " or ".join(repr(name) for name in _PACKED_ZEROS)
+    if word not in PACKED_ZEROS:
+        known = " or ".join(repr(name) for name in PACKED_ZEROS)
         raise CheckpointError(
             f"quantization_config: checkpoint_format: wanted {known}, got {word!r}"
         )
@@ -195,7 +196,7 @@ def _gptq(config: Mapping[str, Any]) -> CheckpointConfig:
         targets = tuple(rf"re:(?:.*\.)?{word}(?:\.|$)" for word in words)
     groups.append(Group(GPTQ, targets, _gptq_keys(config)))
     ignore = _strings(config.get("modules_to_not_convert"))
-    return CheckpointConfig(GPTQ, tuple(groups), ignore, True, _PACKED_ZEROS[word])
+    return CheckpointConfig(GPTQ, tuple(groups), ignore, True, PACKED_ZEROS[word])
 
 
 def _gptq_keys(fields: Mapping[str, Any]) -> CheckpointKeys:
@@ -223,15 +224,17 @@ def _torchao(config: Mapping[str, Any]) -> CheckpointConfig:
 
 
 def with_headers(
-    config: CheckpointConfig, entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]
+    config: CheckpointConfig, entries: Mapping[str, TensorEntry], files: Iterable[Path]
 ) -> CheckpointConfig:
     """Return what torchao's headers say of the experts, if it is torchao's; else the same.
 
+    files: those that hold the entries, whose headers are read again, for torchao only.
     Raises CheckpointError for int8 tensors that the headers do not describe, or describe
     differently than the configuration does.
     """
     if config.method != TORCHAO:
         return config
+    metadata = read_metadata(files)
     groups = []
     for key, entry in entries.items():
         found, tensor = torchao_parameter(key), parse_name(key)

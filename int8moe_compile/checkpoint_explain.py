@@ -14,7 +14,6 @@ from .checkpoint_files import (
     is_dense,
     read_headers,
     read_json,
-    read_metadata,
     weight_files,
 )
 from .checkpoint_names import TensorName, parse_name
@@ -51,7 +50,7 @@ def explain_directory(
     quantization = config.get("quantization_config")
     found = None
     if quantization is not None:
-        found = with_headers(read_config(quantization), entries, read_metadata(files))
+        found = with_headers(read_config(quantization), entries, files)
     blocks: dict[str, dict[str, tuple[TensorName, TensorEntry]]] = {}
     for key, entry in entries.items():
         name = parse_name(key)

@@ -14,6 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ..checkpoint_config import PACKED_ZEROS
 from ..checkpoint_files import TensorEntry
 from ..checkpoint_names import place
 from ..errors import CheckpointError
@@ -22,7 +23,6 @@ from .checkpoint_sources import FLOATS
 
 # Bits -> a word with 1 in each of its values; the older format stores zero points less 1.
 _ONES: Final = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
-_OLDER_ZERO: Final = 127
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def gptq_source(
                 f"{entry.file}: {place(key)}: wanted {words} {list(shape)}, got {entry.dtype} "
                 f"{list(entry.shape)}"
             )
-    missing = _ONES[bits] if packed_zero == _OLDER_ZERO else 0
+    missing = _ONES[bits] if packed_zero == PACKED_ZEROS["gptq"] else 0
     return GptqSource(
         parts["qweight"],
         rows,

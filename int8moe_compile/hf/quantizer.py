@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 
 from ..checkpoint_config import read_config, with_headers
-from ..checkpoint_files import read_headers, read_metadata
+from ..checkpoint_files import read_headers
 from ..errors import CheckpointError
 from ..schemes import INT8_STATIC_TENSOR
 from ..skip import warn_unmatched
@@ -94,7 +94,7 @@ class Int8MoeQuantizer(HfQuantizer):
         directory = self._files[0].parent
         if self.pre_quantized:
             config = read_config(self.quantization_config.to_dict())
-            config = with_headers(config, entries, read_metadata(self._files))
+            config = with_headers(config, entries, self._files)
             dequantize = bool(getattr(self.quantization_config, "dequantize", False))
             planner = Planner(model, names, entries, config, directory, self._device, dequantize)
             self._plan = planner.run()
