@@ -32,7 +32,7 @@ def quantized_row(
         if QUANT == "token":
             scale = scale_of(tl.max(magnitude_bits(wide), axis=1))[:, None]
         else:
-            scale = tl.load(scale_ptr) + tl.max(magnitude_bits(wide) * 0, axis=1)[:, None]
+            scale = tl.load(scale_ptr) + tl.zeros((x.shape[0], 1), tl.float32)
         return encode_rows(wide, scale), scale
 
 
@@ -189,7 +189,6 @@ def decode_down_kernel(
     stride_rk,
     HAS_BIAS: tl.constexpr,
     HAS_MAP: tl.constexpr,
-    HAS_ROUTER_WEIGHT: tl.constexpr,
     QUANT: tl.constexpr,  # as above, or "given", "given-one": quantised before
     SCALE_COLUMNS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -242,20 +241,10 @@ def decode_down_kernel(
     slot = element // BLOCK_N
     column = first + element % BLOCK_N
     contribution = token * TOP_K + slot
-    expert = local_expert(
-        ids_ptr,
-        map_ptr,
-        contribution,
-        (slot < TOP_K) & (contribution < num_contributions),
-        TOP_K,
-        num_experts,
-        map_size,
-        stride_it,
-        stride_ik,
-        HAS_MAP,
-        False,
+    expert = tl.reshape(tl.broadcast_to(expert[:, None], (SLOTS, BLOCK_N)), (SLOTS * BLOCK_N,))
+    is_live = tl.reshape(
+        tl.broadcast_to((found >= 0)[:, None], (SLOTS, BLOCK_N)), (SLOTS * BLOCK_N,)
     )
-    is_live = expert >= 0
     if INTEGER:
         a_scale = tl.reshape(tl.broadcast_to(a_scale, (SLOTS, BLOCK_N)), (1, SLOTS * BLOCK_N))
     value = weighted_value(
@@ -264,7 +253,7 @@ def decode_down_kernel(
         w_scale_ptr,
         bias_ptr,
         weights_ptr,
-        tl.maximum(expert, 0).to(tl.int64),
+        expert,
         contribution,
         tl.minimum(column, width - 1),
         width,
@@ -276,10 +265,9 @@ def decode_down_kernel(
         INTEGER,
         SCALE_COLUMNS,
     )
-    if HAS_ROUTER_WEIGHT:
-        weight_ptrs = weights_ptr + token.to(tl.int64) * stride_rt + slot * stride_rk
-        weight = tl.load(weight_ptrs, mask=is_live, other=0.0)
-        value = value * weight.to(tl.float32)[None, :]
+    weight_ptrs = weights_ptr + token.to(tl.int64) * stride_rt + slot * stride_rk
+    weight = tl.load(weight_ptrs, mask=is_live, other=0.0)
+    value = value * weight.to(tl.float32)[None, :]
     part = value.to(out_ptr.dtype.element_ty).to(tl.float32)
     part = tl.reshape(tl.where(is_live[None, :], part, 0.0), (SLOTS, BLOCK_N))
     total = sum_of_slots(part, TOP_K, SLOTS, BLOCK_N)

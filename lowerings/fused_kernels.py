@@ -120,6 +120,20 @@ def tile_sums(
 
 
 @triton.jit
+def rows_of(tiles_ptr, tile, BLOCK_M: tl.constexpr):
+    """Return a tile's expert, first and end position, its positions [BM], and rows [BM] to read.
+
+    Positions run on past the end; rows repeat the last one there.
+    """
+    tile_ptr = tiles_ptr + 3 * (1 + tile)
+    first = tl.load(tile_ptr + 1)
+    end = tl.load(tile_ptr + 2)
+    position = first + tl.arange(0, BLOCK_M)
+    row = tl.minimum(position, end - 1).to(tl.int64)
+    return tl.load(tile_ptr).to(tl.int64), first, end, position, row
+
+
+@triton.jit
 def fused_up_kernel(
     out_ptr,  # [T*K, I] by position, in the result dtype; unused for "static"
     codes_ptr,  # [T*K, I] int8 by position
@@ -167,12 +181,7 @@ def fused_up_kernel(
     programs = num_tiles * column_blocks
     for pid in tl.range(tl.program_id(0), programs, tl.num_programs(0), flatten=FLATTEN):
         tile, column_block = tile_of(pid, num_tiles, column_blocks, GROUP_M)
-        tile_ptr = tiles_ptr + 3 * (1 + tile)
-        expert = tl.load(tile_ptr).to(tl.int64)
-        first = tl.load(tile_ptr + 1)
-        end = tl.load(tile_ptr + 2)
-        position = first + tl.arange(0, BLOCK_M)
-        row = tl.minimum(position, end - 1).to(tl.int64)
+        expert, first, end, position, row = rows_of(tiles_ptr, tile, BLOCK_M)
         if LOADS != "both":
             row = (tl.load(order_ptr + row) // top_k).to(tl.int64)
         column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -272,12 +281,7 @@ def fused_down_kernel(
     programs = num_tiles * column_blocks
     for pid in tl.range(tl.program_id(0), programs, tl.num_programs(0), flatten=FLATTEN):
         tile, column_block = tile_of(pid, num_tiles, column_blocks, GROUP_M)
-        tile_ptr = tiles_ptr + 3 * (1 + tile)
-        expert = tl.load(tile_ptr).to(tl.int64)
-        first = tl.load(tile_ptr + 1)
-        end = tl.load(tile_ptr + 2)
-        position = first + tl.arange(0, BLOCK_M)
-        row = tl.minimum(position, end - 1).to(tl.int64)
+        expert, first, end, position, row = rows_of(tiles_ptr, tile, BLOCK_M)
         contribution = tl.load(order_ptr + row)
         column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = tl.minimum(column, width - 1)

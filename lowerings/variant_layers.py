@@ -287,13 +287,11 @@ def decode(host: Host, variant: variants.Variant) -> Any:
     middle = _decode_up(host, variant.up, routed)
     values, scale, quant = middle, call.a2_scale, call.activation_quant
     if quant != "none" and variant.is_requantized_apart:
-        quant = "given"
         values = host.empty(*host.size(middle), dtype=torch.int8)
-        is_token = call.activation_quant == "token"
-        scale = host.empty(contributions, dtype=torch.float32)
-        _requantize(host, middle, values, scale if is_token else call.a2_scale, None)
-        if not is_token:
-            quant, scale = "given-one", call.a2_scale
+        if quant == "token":
+            scale = host.empty(contributions, dtype=torch.float32)
+        quant = "given" if quant == "token" else "given-one"
+        _requantize(host, middle, values, scale, None)
     return _decode_down(host, variant.down, routed, values, scale, quant)
 
 
@@ -349,7 +347,6 @@ def _decode_down(
         "width": width,
         "stride_rt": stride_rt,
         "stride_rk": stride_rk,
-        "HAS_ROUTER_WEIGHT": True,
         "QUANT": quant,
         "TOP_K": top_k,
         "SLOTS": 1 << (top_k - 1).bit_length(),

@@ -188,6 +188,11 @@ def forced(variant: Variant | Schedule) -> Iterator[None]:
         compat.add_to_inductor_key(CACHE_KEY, repr(_forced))
 
 
+def is_any_forced() -> bool:
+    """Say whether a test or benchmark asks for something; otherwise no feature matters."""
+    return bool(_forced)
+
+
 def choose(up: Product, down: Product, device: DeviceFacts, has: Features) -> Variant:
     """Return the variant of a call: the forced one if it takes the call, else "apart"."""
     asked = forced_variant(up.contributions)
