@@ -10,9 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .quantizing import encode_rows
 from .routing_kernels import local_expert
-from .tile_math import magnitude_bits, scale_of
+from .tile_math import encode, magnitude_bits, scale_of
 from .tile_products import gated_value, weighted_value
 
 
@@ -33,7 +32,7 @@ def quantized_row(
             scale = scale_of(tl.max(magnitude_bits(wide), axis=1))[:, None]
         else:
             scale = tl.load(scale_ptr) + tl.zeros((x.shape[0], 1), tl.float32)
-        return encode_rows(wide, scale), scale
+        return encode(wide, scale), scale
 
 
 @triton.jit

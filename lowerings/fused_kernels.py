@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .quantizing import encode_rows, requantize_tile
+from .quantizing import requantize_tile
+from .tile_math import encode
 from .tile_products import (
     gated_value,
     multiply_add,
@@ -233,7 +234,7 @@ def fused_up_kernel(
         is_inside = (position < end)[:, None] & (column < width)[None, :]
         if REQUANTIZE == "static":
             scale = tl.load(code_scale_ptr) + tl.zeros((BLOCK_M, 1), tl.float32)
-            tl.store(codes_ptr + at, encode_rows(value.to(tl.float32), scale), mask=is_inside)
+            tl.store(codes_ptr + at, encode(value.to(tl.float32), scale), mask=is_inside)
         else:
             tl.store(out_ptr + at, value, mask=is_inside)
         if REQUANTIZE == "token":

@@ -1,7 +1,6 @@
 """Quantising by reciprocal: rows into expert order, and the intermediate by its last tile.
 
-T tokens, H hidden, I intermediate, K experts per token. Same codes as eager_kernels.py, with one
-division a row instead of one an element.
+T tokens, H hidden, I intermediate, K experts per token. Same codes as eager_kernels.py.
 """
 
 from __future__ import annotations
@@ -9,19 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile_math import encode, encode_by, is_extreme, magnitude_bits, scale_of
+from .tile_math import encode, magnitude_bits, scale_of
 
 # Columns that requantize_tile takes at a time.
 STEP = tl.constexpr(64)
-
-
-@triton.jit
-def encode_rows(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """Return int8 codes of rows [R, C] by their scales [R, 1], all bits as encode gives them."""
-    codes = encode_by(x, scale, tl.div_rn(1.0, scale))
-    if tl.max(tl.max(is_extreme(scale).to(tl.int32), axis=1), axis=0) > 0:
-        codes = encode(x, scale)
-    return codes
 
 
 @triton.jit
@@ -55,7 +45,7 @@ def spread_kernel(
         scale = scale_of(tl.max(magnitude_bits(x), axis=1))[:, None]
     else:
         scale = tl.load(given_ptr) + tl.zeros((ROWS, 1), tl.float32)
-    codes = encode_rows(x, scale)
+    codes = encode(x, scale)
     for slot in tl.static_range(TOP_K):
         contribution = row * TOP_K + slot
         is_live = tl.load(local_ptr + contribution, mask=row_mask, other=-1) >= 0
@@ -93,7 +83,7 @@ def requantize_tile(
         column = start + tl.arange(0, STEP)
         is_inside = row_mask[:, None] & (column < columns)[None, :]
         x = tl.load(x_ptr + row + column[None, :], mask=is_inside, other=0.0)
-        codes = encode_rows(x.to(tl.float32), scale)
+        codes = encode(x.to(tl.float32), scale)
         tl.store(codes_ptr + row + column[None, :], codes, mask=is_inside)
 
 
@@ -125,4 +115,4 @@ def requantize_kernel(
         tl.store(scale_out_ptr + row[:, None], scale, mask=row_mask[:, None])
     else:
         scale = tl.load(given_ptr) + tl.zeros((ROWS, 1), tl.float32)
-    tl.store(codes_ptr + at, encode_rows(x, scale), mask=is_inside)
+    tl.store(codes_ptr + at, encode(x, scale), mask=is_inside)

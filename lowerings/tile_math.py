@@ -10,7 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NAN_ALL = tl.constexpr(tl.PropagateNan.ALL)
 # Adding and subtracting 1.5 * 2**23 rounds |x| < 2**22 to an integer, halves to even.
 ROUND_MAGIC = tl.constexpr(12582912.0)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -19,8 +18,6 @@ MINUS_LN2_LOW = tl.constexpr(-1.42860682030941723212e-6)
 MINUS_SQRT_8_OVER_PI = tl.constexpr(-1.5957691216057308)
 GELU_CUBIC = tl.constexpr(0.044715)
 INV_SQRT_2 = tl.constexpr(0.7071067811865476)
-# Far enough from the ends of fp32 that no step of a quotient up to 256 leaves them.
-LEAST_SCALE = tl.constexpr(2.0**-90)
 
 
 @triton.jit
@@ -41,30 +38,29 @@ def scale_of(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def encode(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """Return int8 codes: round_half_even(x / scale) clamped to [-128, 127], NaN as 0."""
-    return round_to_code(tl.div_rn(x, scale))
+    """Return int8 codes: round_half_even(x / scale) clamped to [-128, 127], NaN as 0.
 
-
-@triton.jit
-def encode_by(x: tl.tensor, scale: tl.tensor, reciprocal: tl.tensor) -> tl.tensor:
-    """Return what encode returns, given 1 / scale correctly rounded: no division an element.
-
-    Two Markstein steps give the IEEE quotient while LEAST_SCALE <= scale <= 1 / LEAST_SCALE;
-    tl.div_rn looks whether they do element by element, with a branch. The cut keeps infinities
-    out of the steps and is far beyond the codes.
+    One division a scale: two Markstein steps from its rounded reciprocal give the IEEE quotient,
+    with both operands times the power of two that puts the scale into [1, 2), so that no step
+    leaves the normal numbers (tl.div_rn looks element by element whether one does, with a branch).
+    The cut keeps infinities out of the steps and is far beyond the codes.
     """
-    bound = 256.0 * scale
-    x = tl.minimum(x, bound, propagate_nan=NAN_ALL)
-    x = tl.maximum(x, -bound, propagate_nan=NAN_ALL)
+    factor = power_against(scale)
+    divisor = scale * factor
+    reciprocal = tl.div_rn(1.0, divisor)
+    bound = 256.0 * divisor
+    x = tl.minimum(x * factor, bound, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.maximum(x, -bound, propagate_nan=tl.PropagateNan.ALL)
     estimate = x * reciprocal
-    estimate = tl.fma(tl.fma(-estimate, scale, x), reciprocal, estimate)
-    return round_to_code(tl.fma(tl.fma(-estimate, scale, x), reciprocal, estimate))
+    estimate = tl.fma(tl.fma(-estimate, divisor, x), reciprocal, estimate)
+    return round_to_code(tl.fma(tl.fma(-estimate, divisor, x), reciprocal, estimate))
 
 
 @triton.jit
-def is_extreme(scale: tl.tensor) -> tl.tensor:
-    """Say for which scales encode_by does not hold; NaN is not among them."""
-    return (scale < LEAST_SCALE) | (scale > 1.0 / LEAST_SCALE)
+def power_against(scale: tl.tensor) -> tl.tensor:
+    """Return the power of two that brings a positive scale into [1, 2), subnormal ones near it."""
+    exponent = tl.minimum(scale.to(tl.int32, bitcast=True) >> 23, 253)
+    return ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -73,8 +69,8 @@ def round_to_code(quotient: tl.tensor) -> tl.tensor:
 
     Clamping first gives the same codes, because both bounds are integers.
     """
-    code = tl.minimum(quotient, 127.0, propagate_nan=NAN_ALL)
-    code = tl.maximum(code, -128.0, propagate_nan=NAN_ALL)
+    code = tl.minimum(quotient, 127.0, propagate_nan=tl.PropagateNan.ALL)
+    code = tl.maximum(code, -128.0, propagate_nan=tl.PropagateNan.ALL)
     code = (code + ROUND_MAGIC) - ROUND_MAGIC
     return tl.where(code == code, code, 0.0).to(tl.int8)
 
@@ -85,7 +81,8 @@ def exact_exp(x: tl.tensor) -> tl.tensor:
 
     tl.exp rounds x * log2(e) once, which costs |x| / 2 units; here the reduction is exact.
     """
-    x = tl.maximum(tl.minimum(x, 200.0, propagate_nan=NAN_ALL), -200.0, propagate_nan=NAN_ALL)
+    x = tl.minimum(x, 200.0, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.maximum(x, -200.0, propagate_nan=tl.PropagateNan.ALL)
     whole = tl.fma(x, LOG2_E, ROUND_MAGIC) - ROUND_MAGIC
     part = tl.fma(whole, MINUS_LN2_HIGH, x)
     part = tl.fma(whole, MINUS_LN2_LOW, part)
@@ -96,17 +93,18 @@ def exact_exp(x: tl.tensor) -> tl.tensor:
 def activate(x: tl.tensor, alpha, ACTIVATION: tl.constexpr) -> tl.tensor:
     """Return f(x) in fp32; silu is x * sigmoid(alpha * x).
 
-    gelu_tanh: 0.5 * (1 + tanh(y)) = 1 / (1 + exp(-2 * y)).
+    gelu_tanh: 0.5 * (1 + tanh(y)) = 1 / (1 + exp(-2 * y)). The quotients are Triton's own, within
+    two units in the last place; an IEEE one takes a branch an element in the epilogue of a tile.
     """
     if ACTIVATION == "silu":
-        return tl.div_rn(x, 1.0 + exact_exp(-alpha * x))
+        return x / (1.0 + exact_exp(-alpha * x))
     elif ACTIVATION == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * INV_SQRT_2))
     elif ACTIVATION == "gelu_tanh":
         cubic = tl.fma(x * x * x, GELU_CUBIC, x)
-        return tl.div_rn(x, 1.0 + exact_exp(cubic * MINUS_SQRT_8_OVER_PI))
+        return x / (1.0 + exact_exp(cubic * MINUS_SQRT_8_OVER_PI))
     else:
-        positive = tl.maximum(x, 0.0, propagate_nan=NAN_ALL)
+        positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "relu2", "unknown activation")
         return positive * positive if ACTIVATION == "relu2" else positive
 
@@ -124,8 +122,8 @@ def apply_gate(
 ) -> tl.tensor:
     """Return f(min(gate, limit)) * (clamp(up, -limit, limit) + beta), or f(gate) without a gate."""
     if HAS_LIMIT:
-        gate = tl.minimum(gate, limit, propagate_nan=NAN_ALL)
-        up = tl.minimum(up, limit, propagate_nan=NAN_ALL)
-        up = tl.maximum(up, -limit, propagate_nan=NAN_ALL)
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
     value = activate(gate, alpha, ACTIVATION)
     return value * (up + beta) if GATED else value

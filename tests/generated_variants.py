@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from generated import COMBINE, COUNT, NORM_QUANTIZE, PLACE, block, shapes
-from inductor_source import generated_source, launch_order
+from generated import (
+    COMBINE,
+    COUNT,
+    NORM_QUANTIZE,
+    PLACE,
+    block,
+    compile_generated,
+    kernels_of,
+    shapes,
+)
+from inductor_source import generated_source, launch_order, pretend_cuda
 
 from int8moe_compile.lowerings import variants
 from int8moe_compile.lowerings.tiles import Tile
@@ -51,6 +61,20 @@ def test_kernels_of_one_block(name: str) -> None:
     assert described == {"both": 4, "apart": 4, "pointers": 1, "decode": 0}[name]
     code = "\n".join(line for line in source.splitlines() if not line.startswith("#"))
     assert "torch.ops.int8moe" not in code and "extern_kernels." not in code
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_generated_kernels_compile(name: str, tmp_path: Path) -> None:
+    """The wrapper copies a kernel's source with the functions and constants that it uses."""
+    variant, tokens, _ = CASES[name]
+    with variants.forced(variant):
+        source = generated_source(
+            block(alpha=1.702, beta=1.0, limit=7.0), shapes(tokens), tokens=300
+        )
+    with pretend_cuda():
+        for kernel in kernels_of(source, tmp_path).values():
+            if kernel.fn.__name__ in CASES[name][2]:
+                assert ".target sm_90" in compile_generated(kernel, "sm_90")
 
 
 def test_one_graph_launches_by_the_number_of_tokens() -> None:
