@@ -41,10 +41,14 @@ def memory_pool() -> Any:
 
 
 class Captured:
-    """One contestant at one size: a CUDA graph over inputs that stay in place."""
+    """One contestant at one size: a CUDA graph over inputs that stay in place.
+
+    It holds the function, too: the graph reads what that owns (a peer's lists and locks).
+    """
 
     def __init__(self, name: str, run: Any, inputs: tuple[Tensor, ...]) -> None:
         self.name = name
+        self.run = run
         self.times: list[float] = []
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -193,7 +197,6 @@ def worker(job: Job, barrier: Any, lock: Any, queue: Any) -> None:
 
     name, shape = job.name, shape_named(job.name)
     errors: dict[str, str] = {}
-    rows: list[dict[str, Any]] = []
     prepared = []
     try:
         torch._dynamo.config.cache_size_limit = 64
@@ -210,11 +213,13 @@ def worker(job: Job, barrier: Any, lock: Any, queue: Any) -> None:
         errors["all"] = traceback.format_exc()[-600:]
     print(f"{name}: prepared", flush=True)
     barrier.wait()
-    with lock:
-        for count, inputs, captured in prepared:
-            rows.append(measure(shape, count, inputs, captured))
-            queue.put(("row", rows[-1]))
-        torch.cuda.synchronize()
+    try:
+        with lock:
+            for count, inputs, captured in prepared:
+                queue.put(("row", measure(shape, count, inputs, captured)))
+            torch.cuda.synchronize()
+    except Exception:
+        errors["measuring"] = traceback.format_exc()[-600:]
     queue.put(("done", {"shape": name, "errors": errors}))
 
 

@@ -6,6 +6,7 @@ Kernels are compiled by worker processes first, because a compilation takes long
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import multiprocessing
@@ -53,17 +54,28 @@ def sweep(panels: int) -> Iterator[tiles.Tile]:
 
 def sweep_fused(panels: int) -> Iterator[tiles.Tile]:
     """Yield the tiles to compare for a fused product of one or two panels."""
+    device = tiles.DeviceFacts("cuda", (9, 0), "sm_90", LIMIT, 132)
+    widths = ((32, 4), (64, 4), (128, 4), (128, 8), (256, 4), (256, 8))
     for block_m, (block_n, warps), stages, programs, loads in itertools.product(
-        (64, 128), ((64, 4), (128, 4), (128, 8), (256, 8)), (3, 4), (0, 1, 2), ("weights", "both")
+        (16, 32, 64, 128), widths, (3, 4, 6), (0, 1, 2), ("weights", "both")
     ):
         tile = tiles.Tile(block_m, block_n, 128, warps, stages, 8, loads, programs)
-        device = tiles.DeviceFacts("cuda", (9, 0), "sm_90", LIMIT, 132)
         shared = tiles.shared_memory(tile, tiles.Product(1, 1, 4096, 4096, panels), device)
         accumulators = block_m * block_n * panels // (32 * warps)
-        if shared * max(1, programs) <= LIMIT - 8192 and 32 <= accumulators <= 128:
-            yield tile
-            if panels == 1 and programs:
-                yield replace(tile, is_flat=True)
+        if shared * max(1, programs) > LIMIT - 8192 or not 8 <= accumulators <= 128:
+            continue
+        if block_m >= 64 and block_n == 32:
+            continue
+        is_narrow = block_m <= 32
+        if is_narrow and (programs or stages == 3 or loads != ("weights", "both")[panels == 1]):
+            continue
+        if not is_narrow and (
+            stages == 6 or accumulators < 32 or (panels == 1 and loads != "both")
+        ):
+            continue
+        yield tile
+        if programs == 1 and block_m == 128:
+            yield replace(tile, is_flat=True)
 
 
 def arguments(shape: Shape, tokens: int) -> ExpertsArguments:
@@ -104,7 +116,7 @@ def fused_stages_of(
     """Return functions that launch each fused product, the second quantisation left out."""
     host = eager_variants.EagerHost(call)
     plan = routing.plan(
-        call.topk_ids, None, num_experts=call.w13.shape[0], block_m=block_m, is_fused=True
+        call.topk_ids, None, num_experts=call.w13.shape[0], block_m=block_m, is_inverse_wanted=True
     )
     first = eager.first_rows(call, plan)
     by_token = (first.values, first.scale, first.has_row_scale)
@@ -115,7 +127,7 @@ def fused_stages_of(
 
     def up(tile: tiles.Tile) -> Any:
         rows = ordered if tile.loads == "both" else by_token
-        return variant_layers.first_product(host, plan, rows, tile, "apart")
+        return variant_layers.first_product(host, plan, rows, tile)
 
     def down(tile: tiles.Tile) -> Any:
         return variant_layers.second_product(host, plan, codes, scale, True, tile)
@@ -137,15 +149,25 @@ def compile_some(jobs: list[tuple[bool, dict[str, Any]]]) -> None:
             print("cannot", is_up, tile, type(error).__name__, str(error)[:100], flush=True)
 
 
+@functools.cache
+def memory_pool() -> Any:
+    """Return the pool that all graphs share: they never run at once."""
+    return torch.cuda.graph_pool_handle()
+
+
 def median_us(run: Callable[[], Any], flush: torch.Tensor, repeats: int) -> float:
-    """Return the median time of a launch with a cold L2, by events."""
+    """Return the median time of a launch with a cold L2, by events around a graph's replays."""
     events = []
     run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=memory_pool()):
+        run()
     for _ in range(repeats):
         flush.zero_()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        run()
+        graph.replay()
         end.record()
         events.append((begin, end))
     torch.cuda.synchronize()

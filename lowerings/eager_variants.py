@@ -39,17 +39,17 @@ class EagerHost:
         """Return a tensor without gaps."""
         return x.contiguous()
 
-    def matrix(self, x: Tensor) -> Tensor:
-        """Return a weight as one matrix [E * N, depth]."""
-        return x.view(-1, x.shape[2])
+    def panels(self, x: Tensor, panels: int) -> Tensor:
+        """Return a weight as [E * panels, N / panels, depth]."""
+        return x.view(-1, x.shape[1] // panels, x.shape[2])
 
     def scale(self, x: Tensor) -> Tensor:
         """Return a weight scale as contiguous [E, columns]."""
         return (x.squeeze(-1) if x.dim() == 3 else x).contiguous()
 
-    def descriptor(self, x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-        """Return the descriptor of a matrix, read in blocks."""
-        return TensorDescriptor.from_tensor(x, [rows, columns])
+    def descriptor(self, x: Tensor, block: list[int]) -> TensorDescriptor:
+        """Return the descriptor of a tensor, read in blocks."""
+        return TensorDescriptor.from_tensor(x, block)
 
     def launch(self, kernel: Any, programs: int, arguments: dict[str, Any], tile: Any) -> None:
         """Launch a kernel now."""
@@ -103,7 +103,7 @@ def experts(call: ExpertsArguments, variant: variants.Variant) -> Tensor | None:
         call.expert_map,
         num_experts=call.w13.shape[0],
         block_m=variant.up.block_m,
-        is_fused=True,
+        is_inverse_wanted=variant.up.loads == "both",
     )
     rows = None
     if variant.up.loads != "both":

@@ -1,4 +1,4 @@
-"""Grouped products with loads by descriptor, persistent programs and the second quantisation.
+"""Grouped products with loads by descriptor, persistent programs and quantisation by given scales.
 
 T tokens, H hidden, I intermediate, E local experts, K experts per token; positions as in
 tile_products.py, whose epilogues these kernels share. Rows and weights come by pointers or by
@@ -11,14 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .quantizing import requantize_tile
 from .tile_math import encode
 from .tile_products import (
     gated_value,
     multiply_add,
     products,
     row_scales,
+    split_panels,
     tile_of,
+    weight_rows,
     weighted_value,
 )
 
@@ -26,10 +27,10 @@ from .tile_products import (
 @triton.jit
 def descriptor_products(
     a,  # descriptor of [T*K, depth] for "both", else [BM, 1] pointers
-    w_desc,  # of [E*N, depth]
+    w_desc,  # of [E * panels, width, depth], read by [panels, BN, BK]
     first,  # first row of a in its descriptor
-    gate_row,  # first row of the weights, and of the up rows
-    up_row,
+    panel,  # first panel of the expert
+    column,  # first column of the tile
     depth,
     stride_ak,
     GATED: tl.constexpr,
@@ -39,9 +40,9 @@ def descriptor_products(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return a @ gate.T and a @ up.T in int32; past its end a descriptor reads zeros."""
-    gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
-    up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    """Return a @ w.T in int32, gate and up side by side; past its end a descriptor reads zeros."""
+    COLUMNS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    acc = tl.zeros((BLOCK_M, COLUMNS), dtype=tl.int32)
     for start in range(0, depth, BLOCK_K):
         if LOADS == "both":
             codes = a.load([first, start])
@@ -52,10 +53,9 @@ def descriptor_products(
                 codes = tl.load(a_ptrs)
             else:
                 codes = tl.load(a_ptrs, mask=(k < depth)[None, :], other=0)
-        gate = multiply_add(codes, w_desc.load([gate_row, start]).T, gate, True)
-        if GATED:
-            up = multiply_add(codes, w_desc.load([up_row, start]).T, up, True)
-    return gate, up
+        w = tl.reshape(w_desc.load([panel, column, start]), (COLUMNS, BLOCK_K))
+        acc = multiply_add(codes, w.T, acc, True)
+    return acc
 
 
 @triton.jit
@@ -65,8 +65,7 @@ def tile_sums(
     expert: tl.tensor,  # int64
     first,
     row: tl.tensor,  # [BM] int64: where a's rows are, unless they lie in order
-    inside: tl.tensor,  # [BN]
-    column_block,
+    column,
     width,
     depth,
     stride_am,
@@ -81,16 +80,17 @@ def tile_sums(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return the int32 sums of one tile with gate rows and up rows, loaded as LOADS says."""
+    """Return the int32 sums of one tile, loaded as LOADS says, gate and up side by side."""
     rows = a
     if LOADS != "both":
         rows = (a + row * stride_am)[:, None]
     if LOADS == "pointers":
-        w_row = w + expert * stride_we + inside.to(tl.int64) * stride_wn
-        gate, up = products(
+        w_rows = weight_rows(
+            w, expert, column, width, stride_we, stride_wn, up_offset, GATED, BLOCK_N
+        )
+        return products(
             rows,
-            w_row[None, :],
-            (w_row + up_offset)[None, :],
+            w_rows[None, :],
             depth,
             stride_ak,
             GATED,
@@ -101,13 +101,12 @@ def tile_sums(
             BLOCK_K,
         )
     else:
-        gate_row = expert.to(tl.int32) * (2 if GATED else 1) * width + column_block * BLOCK_N
-        gate, up = descriptor_products(
+        return descriptor_products(
             rows,
             w,
             first,
-            gate_row,
-            gate_row + width,
+            expert.to(tl.int32) * (2 if GATED else 1),
+            column,
             depth,
             stride_ak,
             GATED,
@@ -117,7 +116,6 @@ def tile_sums(
             BLOCK_N,
             BLOCK_K,
         )
-    return gate, up
 
 
 @triton.jit
@@ -135,11 +133,21 @@ def rows_of(tiles_ptr, tile, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def rounded(value: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """Return values in a dtype given by name, which a graph can print where no buffer has it."""
+    if DTYPE == "bfloat16":
+        return value.to(tl.bfloat16)
+    elif DTYPE == "float16":
+        return value.to(tl.float16)
+    else:
+        tl.static_assert(DTYPE == "float32", "unknown dtype")
+        return value
+
+
+@triton.jit
 def fused_up_kernel(
-    out_ptr,  # [T*K, I] by position, in the result dtype; unused for "static"
-    codes_ptr,  # [T*K, I] int8 by position
-    code_scale_ptr,  # "token": [T*K] fp32, written; "static": one value, read
-    counters_ptr,  # [tile bound] int32, zeros
+    out_ptr,  # [T*K, I] by position, in the result dtype, or codes if IS_STATIC
+    code_scale_ptr,  # IS_STATIC: one value
     a,
     a_scale_ptr,
     w,
@@ -165,7 +173,8 @@ def fused_up_kernel(
     HAS_ROW_SCALE: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     LOADS: tl.constexpr,
-    REQUANTIZE: tl.constexpr,  # "apart", "token" (by the last program of a tile) or "static"
+    DTYPE: tl.constexpr,  # name of the result dtype
+    IS_STATIC: tl.constexpr,  # quantised here by a given scale
     FLATTEN: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -173,7 +182,7 @@ def fused_up_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """First product with gate, its result quantised in the same launch unless "apart".
+    """First product with gate, its result quantised at once where the scale is given.
 
     h = dequantize(a @ w13[expert].T) + bias; out = round(f(h[:I]) * (h[I:] + beta))
     """
@@ -187,14 +196,13 @@ def fused_up_kernel(
             row = (tl.load(order_ptr + row) // top_k).to(tl.int64)
         column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = tl.minimum(column, width - 1)
-        gate, up = tile_sums(
+        acc = tile_sums(
             a,
             w,
             expert,
             first,
             row,
-            inside,
-            column_block,
+            column_block * BLOCK_N,
             width,
             depth,
             stride_am,
@@ -209,6 +217,7 @@ def fused_up_kernel(
             BLOCK_N,
             BLOCK_K,
         )
+        gate, up = split_panels(acc, GATED, BLOCK_M, BLOCK_N)
         a_scale = row_scales(a_scale_ptr, row, True, HAS_ROW_SCALE)
         value = gated_value(
             gate,
@@ -229,20 +238,14 @@ def fused_up_kernel(
             True,
             SCALE_COLUMNS,
         )
-        value = value.to(out_ptr.dtype.element_ty)
+        value = rounded(value, DTYPE)
         at = position.to(tl.int64)[:, None] * width + column[None, :]
         is_inside = (position < end)[:, None] & (column < width)[None, :]
-        if REQUANTIZE == "static":
+        if IS_STATIC:
             scale = tl.load(code_scale_ptr) + tl.zeros((BLOCK_M, 1), tl.float32)
-            tl.store(codes_ptr + at, encode(value.to(tl.float32), scale), mask=is_inside)
+            tl.store(out_ptr + at, encode(value.to(tl.float32), scale), mask=is_inside)
         else:
             tl.store(out_ptr + at, value, mask=is_inside)
-        if REQUANTIZE == "token":
-            # Every thread's stores, then the count: the last program sees all of the tile.
-            tl.debug_barrier()
-            before = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")
-            if before == column_blocks - 1:
-                requantize_tile(codes_ptr, code_scale_ptr, out_ptr, first, end, width, BLOCK_M)
 
 
 @triton.jit
@@ -286,14 +289,13 @@ def fused_down_kernel(
         contribution = tl.load(order_ptr + row)
         column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = tl.minimum(column, width - 1)
-        acc, _ = tile_sums(
+        acc = tile_sums(
             a,
             w,
             expert,
             first,
             row,
-            inside,
-            column_block,
+            column_block * BLOCK_N,
             width,
             depth,
             stride_am,

@@ -72,7 +72,7 @@ def lower(call: Any) -> ir.TensorBox:
         call.expert_map,
         num_experts=up.experts,
         block_m=block_m,
-        is_fused=is_fused,
+        is_inverse_wanted=is_fused and variant.up.loads == "both",
     )
     layer = Layer(call, routing, dtype, up, down, device, (variant.up, variant.down))
     if is_fused:
@@ -114,7 +114,7 @@ def scheduled(
             call.expert_map,
             num_experts=sizes[0].experts,
             block_m=variant.up.block_m,
-            is_fused=True,
+            is_inverse_wanted=variant.up.loads == "both",
             is_wanted=is_wanted,
             empty=host.empty,
         )

@@ -32,10 +32,10 @@ def configured(kernel: Any, num_warps: int, num_stages: int) -> Any:
 
 
 class Described:
-    """Stand for a matrix that a kernel reads by descriptor, in blocks."""
+    """Stand for a tensor that a kernel reads by descriptor, in blocks."""
 
-    def __init__(self, matrix: Any, block: tuple[int, int]) -> None:
-        self.matrix = matrix
+    def __init__(self, tensor: Any, block: tuple[int, ...]) -> None:
+        self.tensor = tensor
         self.block = block
 
 
@@ -100,24 +100,24 @@ class GraphHost:
         """Return a tensor without gaps."""
         return _boxed(ir.ExternKernel.require_contiguous(x))
 
-    def matrix(self, x: Any) -> Any:
-        """Return a weight as one matrix [E * N, depth]."""
+    def panels(self, x: Any, panels: int) -> Any:
+        """Return a weight as [E * panels, N / panels, depth]."""
         experts, rows, depth = self.size(x)
-        return lowering.view(x, [experts * rows, depth])
+        return lowering.view(x, [experts * panels, rows // panels, depth])
 
     def scale(self, x: Any) -> Any:
         """Return a weight scale as contiguous [E, columns]."""
         return self.contiguous(lowering.view(x, x.get_size()[:2]))
 
-    def descriptor(self, x: Any, rows: int, columns: int) -> Described:
-        """Return what stands for a matrix read in blocks."""
-        return Described(x, (rows, columns))
+    def descriptor(self, x: Any, block: list[int]) -> Described:
+        """Return what stands for a tensor read in blocks."""
+        return Described(x, tuple(block))
 
     def launch(self, kernel: Any, programs: Any, arguments: dict[str, Any], tile: Any) -> None:
         """Add a launch to the graph."""
         arguments = {n: _boxed(a) if isinstance(a, ir.IRNode) else a for n, a in arguments.items()}
         blocks = {n: a.block for n, a in arguments.items() if isinstance(a, Described)}
-        plain = {n: a.matrix if n in blocks else a for n, a in arguments.items()}
+        plain = {n: a.tensor if n in blocks else a for n, a in arguments.items()}
         grid = (programs * self.is_wanted, 1, 1)
         launch_in_graph(configured(kernel, tile.num_warps, tile.num_stages), grid, plain, blocks)
 

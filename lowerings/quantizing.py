@@ -1,4 +1,4 @@
-"""Quantising by reciprocal: rows into expert order, and the intermediate by its last tile.
+"""Quantising rows in one read: tokens into expert order, and the intermediate.
 
 T tokens, H hidden, I intermediate, K experts per token. Same codes as eager_kernels.py.
 """
@@ -9,9 +9,6 @@ import triton
 import triton.language as tl
 
 from .tile_math import encode, magnitude_bits, scale_of
-
-# Columns that requantize_tile takes at a time.
-STEP = tl.constexpr(64)
 
 
 @triton.jit
@@ -55,36 +52,6 @@ def spread_kernel(
             tl.store(out_ptrs, scale, mask=is_live[:, None])
         code_ptrs = codes_ptr + (position * columns)[:, None] + column[None, :]
         tl.store(code_ptrs, codes, mask=is_inside & is_live[:, None])
-
-
-@triton.jit
-def requantize_tile(
-    codes_ptr,  # [T*K, I] int8 by position
-    scale_out_ptr,  # [T*K] fp32
-    x_ptr,  # [T*K, I] by position
-    first,  # positions of the tile
-    end,
-    columns,
-    ROWS: tl.constexpr,
-):
-    """Quantise one tile's rows of the intermediate, which are in memory complete."""
-    position = first + tl.arange(0, ROWS)
-    row_mask = position < end
-    row = position.to(tl.int64)[:, None] * columns
-    amax = tl.zeros((ROWS, STEP), tl.int32)
-    for start in range(0, columns, STEP):
-        column = start + tl.arange(0, STEP)
-        is_inside = row_mask[:, None] & (column < columns)[None, :]
-        x = tl.load(x_ptr + row + column[None, :], mask=is_inside, other=0.0)
-        amax = tl.maximum(amax, magnitude_bits(x.to(tl.float32)))
-    scale = scale_of(tl.max(amax, axis=1))[:, None]
-    tl.store(scale_out_ptr + position[:, None], scale, mask=row_mask[:, None])
-    for start in range(0, columns, STEP):
-        column = start + tl.arange(0, STEP)
-        is_inside = row_mask[:, None] & (column < columns)[None, :]
-        x = tl.load(x_ptr + row + column[None, :], mask=is_inside, other=0.0)
-        codes = encode(x.to(tl.float32), scale)
-        tl.store(codes_ptr + row + column[None, :], codes, mask=is_inside)
 
 
 @triton.jit

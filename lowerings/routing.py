@@ -31,15 +31,13 @@ class Plan:
 
     order: int32 [T*K], position -> contribution, as many as are live. local: int32 [T*K], the
     expert of each contribution or -1. tiles: int32 [1 + tile_bound, 3], see routing_kernels.
-    With fused products, inverse: int32 [T*K], contribution -> position; counters: int32
-    [tile_bound], zeros.
+    inverse: int32 [T*K], contribution -> position, where asked for.
     """
 
     order: Tensor
     local: Tensor
     tiles: Tensor
     inverse: Tensor | None = None
-    counters: Tensor | None = None
 
     @property
     def contributions(self) -> int:
@@ -58,7 +56,7 @@ def plan(
     *,
     num_experts: int,
     block_m: int,
-    is_fused: bool = False,
+    is_inverse_wanted: bool = False,
 ) -> Plan:
     """Launch the routing of T*K > 0 contributions on the current device; one or two kernels."""
     contributions, top_k = topk_ids.numel(), topk_ids.shape[1]
@@ -67,8 +65,7 @@ def plan(
     local = torch.empty(contributions, dtype=torch.int32, device=device)
     bound = tile_bound(contributions, num_experts, block_m)
     tiles = torch.empty((1 + bound, 3), dtype=torch.int32, device=device)
-    inverse = torch.empty_like(order) if is_fused else None
-    counters = torch.empty(bound, dtype=torch.int32, device=device) if is_fused else None
+    inverse = torch.empty_like(order) if is_inverse_wanted else None
 
     sizes = launch_sizes(contributions, num_experts)
     chunks = triton.cdiv(contributions, CHUNK)
@@ -95,7 +92,6 @@ def plan(
         tiles,
         counts,
         inverse,
-        counters,
         topk_ids,
         expert_map,
         contributions,
@@ -104,10 +100,10 @@ def plan(
         ONE_CHUNK=chunks == 1,
         STEP=sizes["STEP"],
         BLOCK_M=block_m,
-        IS_FUSED=is_fused,
+        HAS_INVERSE=is_inverse_wanted,
         **options,
     )
-    return Plan(order, local, tiles, inverse, counters)
+    return Plan(order, local, tiles, inverse)
 
 
 def launch_sizes(contributions: int, num_experts: int) -> dict[str, int]:

@@ -35,7 +35,6 @@ class GraphPlan:
     local: ir.TensorBox
     tiles: ir.TensorBox
     inverse: ir.TensorBox | None = None
-    counters: ir.TensorBox | None = None
 
 
 def is_between(size: Any, least: int, most: int) -> Any:
@@ -66,7 +65,7 @@ def plan(
     *,
     num_experts: int,
     block_m: int,
-    is_fused: bool = False,
+    is_inverse_wanted: bool = False,
     is_wanted: Any = 1,
     empty: Callable[..., Any] | None = None,
 ) -> GraphPlan:
@@ -91,8 +90,7 @@ def plan(
     buffer = functools.partial(empty or functools.partial(_empty, device), dtype=torch.int32)
     order, local, tile_list = buffer(contributions), buffer(contributions), buffer(1 + bound, 3)
     counts = buffer(chunks, sizes["BINS"])
-    inverse = buffer(contributions) if is_fused else None
-    counters = buffer(bound) if is_fused else None
+    inverse = buffer(contributions) if is_inverse_wanted else None
     source = {
         "counts_ptr": counts,
         "local_ptr": local,
@@ -114,12 +112,11 @@ def plan(
         "order_ptr": order,
         "tiles_ptr": tile_list,
         "inverse_ptr": inverse,
-        "counters_ptr": counters,
         "BLOCK_M": block_m,
-        "IS_FUSED": is_fused,
+        "HAS_INVERSE": is_inverse_wanted,
     }
     _launch(source, chunks, is_one, sizes, num_experts, placed, is_wanted)
-    return GraphPlan(order, local, tile_list, inverse, counters)
+    return GraphPlan(order, local, tile_list, inverse)
 
 
 def _launch(

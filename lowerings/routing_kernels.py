@@ -158,8 +158,7 @@ def place_kernel(
     local_ptr,  # [T*K] int32: expert or -1; written here with one chunk
     tiles_ptr,  # [1 + tile bound, 3] int32
     counts_ptr,  # [P, BINS] int32; unused with one chunk
-    inverse_ptr,  # IS_FUSED: [T*K] int32, contribution -> position
-    counters_ptr,  # IS_FUSED: [tile bound] int32, zeroed here
+    inverse_ptr,  # HAS_INVERSE: [T*K] int32, contribution -> position
     ids_ptr,
     map_ptr,
     num_contributions,
@@ -177,7 +176,7 @@ def place_kernel(
     BINS: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    IS_FUSED: tl.constexpr,
+    HAS_INVERSE: tl.constexpr,
 ):
     """Write the positions of one expert's contributions in one chunk, and its tiles.
 
@@ -234,7 +233,7 @@ def place_kernel(
             is_mine = found == expert
             rank = tl.cumsum(is_mine.to(tl.int32), axis=0)
             tl.store(order_ptr + position + rank - 1, contribution, mask=is_mine)
-            if IS_FUSED:
+            if HAS_INVERSE:
                 tl.store(inverse_ptr + contribution, position + rank - 1, mask=is_mine)
             position += tl.sum(is_mine.to(tl.int32), axis=0)
 
@@ -248,8 +247,6 @@ def place_kernel(
             tl.store(tile_ptrs, expert, mask=is_tile)
             tl.store(tile_ptrs + 1, first + offset, mask=is_tile)
             tl.store(tile_ptrs + 2, first + tl.minimum(offset + BLOCK_M, count), mask=is_tile)
-            if IS_FUSED:
-                tl.store(counters_ptr + row - 1 + offset // BLOCK_M, 0, mask=is_tile)
         if expert == 0:
             tl.store(tiles_ptr, tl.sum(tiles, axis=0))
             tl.store(tiles_ptr + 1, tl.sum(total, axis=0))

@@ -25,10 +25,31 @@ def tile_of(pid, num_tiles, column_blocks, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def weight_rows(
+    w_ptr,
+    expert: tl.tensor,  # int64
+    first,  # column of the tile
+    width,
+    stride_we,
+    stride_wn,
+    up_offset,  # elements from a gate row to its up row
+    GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return pointers to the weight rows of a tile's columns: [BN], or [2 * BN] with up rows last.
+
+    Columns past the end repeat the last one.
+    """
+    index = tl.arange(0, 2 * BLOCK_N if GATED else BLOCK_N)
+    column = tl.minimum(first + index % BLOCK_N, width - 1)
+    panel = (index // BLOCK_N).to(tl.int64)
+    return w_ptr + expert * stride_we + column.to(tl.int64) * stride_wn + panel * up_offset
+
+
+@triton.jit
 def products(
     a_rows,  # [BM, 1] pointers to the first element of each row
-    gate_rows,  # [1, BN]
-    up_rows,  # [1, BN], unused without a gate
+    w_rows,  # [1, BN], or [1, 2 * BN]
     depth,
     stride_ak,
     GATED: tl.constexpr,
@@ -38,36 +59,37 @@ def products(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return a @ gate.T and a @ up.T over the whole depth.
+    """Return a @ w.T over the whole depth, gate and up side by side in one product.
 
     INTEGER: int8 codes into one int32 accumulator, converted once afterwards. Otherwise weight
     codes are converted in the tile to the dtype of a and summed in fp32, without TF32.
     """
     ACC: tl.constexpr = tl.int32 if INTEGER else tl.float32
-    gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
-    up = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+    acc = tl.zeros((BLOCK_M, 2 * BLOCK_N if GATED else BLOCK_N), dtype=ACC)
     offsets = tl.arange(0, BLOCK_K)
     for start in range(0, depth, BLOCK_K):
         k = start + offsets
         a_ptrs = a_rows + k[None, :] * stride_ak  # [BM, BK]
-        gate_ptrs = gate_rows + k[:, None]  # [BK, BN]
-        up_ptrs = up_rows + k[:, None]
+        w_ptrs = w_rows + k[:, None]  # [BK, BN]
         if EVEN_K:
             a = tl.load(a_ptrs)
-            w = tl.load(gate_ptrs)
+            w = tl.load(w_ptrs)
         else:
             k_mask = k < depth
             a = tl.load(a_ptrs, mask=k_mask[None, :], other=0)
-            w = tl.load(gate_ptrs, mask=k_mask[:, None], other=0)
-        gate = multiply_add(a, w, gate, INTEGER)
-        if GATED:
-            # Not a conditional expression: Triton would compile both of its sides.
-            if EVEN_K:  # noqa: SIM108
-                w = tl.load(up_ptrs)
-            else:
-                w = tl.load(up_ptrs, mask=(k < depth)[:, None], other=0)
-            up = multiply_add(a, w, up, INTEGER)
-    return gate, up
+            w = tl.load(w_ptrs, mask=k_mask[:, None], other=0)
+        acc = multiply_add(a, w, acc, INTEGER)
+    return acc
+
+
+@triton.jit
+def split_panels(acc: tl.tensor, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the sums of gate and up, [BM, BN] each; registers of one thread hold both."""
+    if GATED:
+        panels = tl.reshape(acc, (BLOCK_M, 2, BLOCK_N))
+        return tl.split(tl.permute(panels, (0, 2, 1)))
+    else:
+        return acc, acc
 
 
 @triton.jit
@@ -236,12 +258,20 @@ def up_tile(
     contribution = tl.load(order_ptr + tl.minimum(position, end - 1))
     token = (contribution // top_k).to(tl.int64)
     column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = tl.minimum(column, width - 1)
-    w_row = w_ptr + expert * stride_we + inside.to(tl.int64) * stride_wn
-    gate, up = products(
+    w_rows = weight_rows(
+        w_ptr,
+        expert,
+        column_block * BLOCK_N,
+        width,
+        stride_we,
+        stride_wn,
+        up_offset,
+        GATED,
+        BLOCK_N,
+    )
+    acc = products(
         (a_ptr + token * stride_am)[:, None],
-        w_row[None, :],
-        (w_row + up_offset)[None, :],
+        w_rows[None, :],
         depth,
         stride_ak,
         GATED,
@@ -251,6 +281,7 @@ def up_tile(
         BLOCK_N,
         BLOCK_K,
     )
+    gate, up = split_panels(acc, GATED, BLOCK_M, BLOCK_N)
     a_scale = row_scales(a_scale_ptr, token, INTEGER, HAS_ROW_SCALE)
     value = gated_value(
         gate,
@@ -259,7 +290,7 @@ def up_tile(
         w_scale_ptr,
         bias_ptr,
         expert,
-        inside,
+        tl.minimum(column, width - 1),
         width,
         alpha,
         beta,
@@ -313,12 +344,20 @@ def down_tile(
     row = tl.minimum(position, end - 1).to(tl.int64)
     contribution = tl.load(order_ptr + row)
     column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = tl.minimum(column, width - 1)
-    w_row = w_ptr + expert * stride_we + inside.to(tl.int64) * stride_wn
-    acc, _ = products(
+    w_rows = weight_rows(
+        w_ptr,
+        expert,
+        column_block * BLOCK_N,
+        width,
+        stride_we,
+        stride_wn,
+        0,
+        False,
+        BLOCK_N,
+    )
+    acc = products(
         (a_ptr + row * stride_am)[:, None],
-        w_row[None, :],
-        w_row[None, :],
+        w_rows[None, :],
         depth,
         1,
         False,
@@ -337,7 +376,7 @@ def down_tile(
         weights_ptr,
         expert,
         contribution,
-        inside,
+        tl.minimum(column, width - 1),
         width,
         top_k,
         stride_rt,

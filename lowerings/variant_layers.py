@@ -33,14 +33,14 @@ class Host(Protocol):
     def contiguous(self, x: Any) -> Any:
         """Return a tensor without gaps."""
 
-    def matrix(self, x: Any) -> Any:
-        """Return a weight as one matrix [E * N, depth]."""
+    def panels(self, x: Any, panels: int) -> Any:
+        """Return a weight as [E * panels, N / panels, depth]; gate and up are panels."""
 
     def scale(self, x: Any) -> Any:
         """Return a weight scale as contiguous [E, columns]."""
 
-    def descriptor(self, x: Any, rows: int, columns: int) -> Any:
-        """Return what a kernel reads a matrix by, in blocks."""
+    def descriptor(self, x: Any, block: list[int]) -> Any:
+        """Return what a kernel reads a tensor by, in blocks."""
 
     def launch(self, kernel: Any, programs: Any, arguments: dict[str, Any], tile: Tile) -> None:
         """Launch so many programs of a kernel."""
@@ -63,13 +63,14 @@ def fused(host: Host, variant: variants.Variant, plan: Any, rows: Any | None) ->
 
     rows: (values, scale, whether it has one for each row) by token; None: put them into order.
     """
-    is_token = host.call.activation_quant == "token"
-    in_tile = "token" if is_token else "static"
     if rows is None:
         rows = spread(host, plan)
-    requantize = "apart" if variant.is_requantized_apart else in_tile
-    middle, codes, scale = first_product(host, plan, rows, variant.up, requantize)
-    if requantize == "apart":
+    codes, scale = first_product(host, plan, rows, variant.up), host.call.a2_scale
+    is_token = host.call.activation_quant == "token"
+    if is_token:
+        middle = codes
+        codes = host.empty(*host.size(middle), dtype=torch.int8)
+        scale = host.empty(host.size(middle)[0], dtype=torch.float32)
         _requantize(host, middle, codes, scale, plan.tiles)
     return second_product(host, plan, codes, scale, is_token, variant.down)
 
@@ -118,7 +119,8 @@ def _weight(host: Host, name: str, tile: Tile) -> dict[str, Any]:
     strides = host.strides(weight)
     operand = weight
     if tile.loads != "pointers":
-        operand = host.descriptor(host.matrix(weight), tile.block_n, tile.block_k)
+        panels = 2 if name == "w13" and call.gated else 1
+        operand = host.descriptor(host.panels(weight, panels), [panels, tile.block_n, tile.block_k])
     return {
         "w": operand,
         "w_scale_ptr": scale,
@@ -163,11 +165,8 @@ def _programs(host: Host, contributions: Any, experts: int, width: int, tile: Ti
     return host.minimum(bound, tile.programs * host.multiprocessors())
 
 
-def first_product(host: Host, plan: Any, rows: Any, tile: Tile, requantize: str) -> Any:
-    """Launch the first product; returns its result by position, its codes and their scale.
-
-    requantize: "apart" leaves codes and a scale for each row to be written.
-    """
+def first_product(host: Host, plan: Any, rows: Any, tile: Tile) -> Any:
+    """Launch the first product; returns its result [T*K, I] by position: codes by a given scale."""
     call = host.call
     values, scale, is_per_row = rows
     tokens, top_k = host.size(call.topk_ids)
@@ -175,16 +174,12 @@ def first_product(host: Host, plan: Any, rows: Any, tile: Tile, requantize: str)
     width = w_rows // 2 if call.gated else w_rows
     stride_am, stride_ak = host.strides(values)
     contributions = tokens * top_k
-    is_token = call.activation_quant == "token"
-    middle = host.empty(contributions, width, dtype=host.dtype)
-    codes = host.empty(contributions, width, dtype=torch.int8)
-    code_scale = host.empty(contributions, dtype=torch.float32) if is_token else call.a2_scale
+    is_static = call.activation_quant == "static"
+    out = host.empty(contributions, width, dtype=torch.int8 if is_static else host.dtype)
     weight = _weight(host, "w13", tile)
     arguments = {
-        "out_ptr": middle,
-        "codes_ptr": codes,
-        "code_scale_ptr": code_scale,
-        "counters_ptr": plan.counters,
+        "out_ptr": out,
+        "code_scale_ptr": call.a2_scale,
         "a": values,
         "a_scale_ptr": scale,
         **weight,
@@ -198,14 +193,15 @@ def first_product(host: Host, plan: Any, rows: Any, tile: Tile, requantize: str)
         "up_offset": width * weight["stride_wn"],
         **_gate(call),
         "HAS_ROW_SCALE": is_per_row,
-        "REQUANTIZE": requantize,
+        "DTYPE": str(host.dtype).removeprefix("torch."),
+        "IS_STATIC": is_static,
         **_blocks(tile, depth),
     }
     if tile.loads == "both":
-        arguments["a"] = host.descriptor(values, tile.block_m, tile.block_k)
+        arguments["a"] = host.descriptor(values, [tile.block_m, tile.block_k])
     programs = _programs(host, contributions, experts, width, tile)
     host.launch(fused_kernels.fused_up_kernel, programs, arguments, tile)
-    return middle, codes, code_scale
+    return out
 
 
 def _requantize(host: Host, middle: Any, codes: Any, scale: Any, live: Any | None) -> None:
@@ -242,7 +238,7 @@ def second_product(
     parts = host.empty(contributions, width, dtype=host.dtype)
     operand = codes
     if tile.loads == "both":
-        operand = host.descriptor(codes, tile.block_m, tile.block_k)
+        operand = host.descriptor(codes, [tile.block_m, tile.block_k])
     arguments = {
         "out_ptr": parts,
         "a": operand,

@@ -1,7 +1,7 @@
 """Which sequence of kernels computes a layer, as plain data; host only, needs no GPU.
 
 "apart" is the measured one: quantise, product, quantise, product, sum, tiles from tiles.TABLE.
-"fused" quantises the intermediate in the first product and may load by tensor descriptor;
+"fused" may load by tensor descriptor and quantises by a given scale in the first product;
 "decode" takes two or three launches without routing. Nobody has timed those two yet, so the choice
 is always "apart", under max-autotune, too: they run where a test or a benchmark forces them.
 """
@@ -33,7 +33,7 @@ CACHE_KEY: Final = "int8moe_compile.lowerings.variants"
 
 @dataclass(frozen=True)
 class Variant:
-    """Name a sequence of kernels, its tiles, and whether the second quantisation stands apart."""
+    """Name a sequence of kernels, its tiles, and whether "decode" quantises again in a launch."""
 
     name: str
     up: Tile
@@ -73,15 +73,21 @@ class Features:
 
 
 def label(variant: Variant) -> str:
-    """Return a variant's name in tables: kernels, loads, tiles, where it quantises again."""
+    """Return a variant's name in tables: kernels, loads, tiles, "+q" if it quantises apart."""
     if variant.name == "apart":
         return "apart"
     up, down = variant.up, variant.down
-    tail = "+q" if variant.is_requantized_apart else ""
     if variant.name == "decode":
+        tail = "+q" if variant.is_requantized_apart else ""
         return f"decode {up.block_n}/{down.block_n}{tail}"
     loads = up.loads if up.loads == down.loads else f"{up.loads}/{down.loads}"
-    return f"fused {loads} {up.block_m}x{up.block_n}/{down.block_n}{tail}"
+    return f"fused {loads} {up.block_m}x{_shape(up)}/{_shape(down)}"
+
+
+def _shape(tile: Tile) -> str:
+    """Return the columns, warps, stages and resident programs of a tile."""
+    flat = "f" if tile.is_flat else ""
+    return f"{tile.block_n}w{tile.num_warps}s{tile.num_stages}p{tile.programs}{flat}"
 
 
 def takes(variant: Variant, up: Product, down: Product, device: DeviceFacts, has: Features) -> bool:
@@ -142,32 +148,32 @@ def _decode(up: Product, down: Product) -> Iterator[Variant]:
 
 
 def _fused(up: Product, down: Product, default: Variant) -> Iterator[Variant]:
-    """Yield variants that quantise in the first product: the default's tiles, then descriptors."""
-    yield Variant("fused", default.up, default.down, False)
+    """Yield variants that load by descriptor, narrow tiles for few rows an expert."""
+    yield Variant("fused", default.up, default.down)
     rows = tiles.rows_per_expert(up.contributions, up.experts)
-    if rows < 24:
-        yield replace_loads(Variant("fused", default.up, default.down, False), "weights")
-        return
     group = 32 if up.experts <= tiles.FEW_EXPERTS else 8
+    if rows < 24:
+        block_m = default.up.block_m
+        for first, second in ((64, 64), (64, 128), (128, 128)):
+            yield Variant(
+                "fused",
+                Tile(block_m, first, 128, 4, 4, 1, "weights"),
+                Tile(block_m, second, 128, 4, 6 if second == 64 else 4, 1, "both"),
+            )
+        return
     for block_m in (64, 128):
         if block_m == 64 and rows > 192:
             continue
-        narrow = up.panels == 2
-        width = 64 if narrow else 128
-        first = Tile(block_m, width, 128, 4, 3, group, "both", 2)
-        second = Tile(block_m, 256, 128, 8, 3, group, "both", 1, True)
-        if block_m == 64:
-            second = replace(second, block_n=128, num_warps=4, programs=2, is_flat=False)
-        for apart in (False, True):
-            yield Variant("fused", first, second, apart)
-        yield Variant("fused", replace(first, loads="weights"), second, False)
-
-
-def replace_loads(variant: Variant, loads: str) -> Variant:
-    """Return a variant whose products load otherwise; a descriptor's row holds 128 bytes."""
-    up = replace(variant.up, loads=loads, block_k=min(128, variant.up.block_k))
-    down = replace(variant.down, loads=loads, block_k=min(128, variant.down.block_k))
-    return replace(variant, up=up, down=down)
+        first = Tile(block_m, 64, 128, 4, 3, group, "both", 2)
+        second = Tile(block_m, 128, 128, 4, 3, group, "both", 2)
+        wide = Tile(block_m, 256, 128, 8, 3, group, "both", 1)
+        for width in (second, wide):
+            yield Variant("fused", first, width)
+            yield Variant("fused", replace(first, loads="weights"), width)
+        if block_m == 128:
+            large = Tile(block_m, 128, 128, 8, 4, group, "both", 1)
+            yield Variant("fused", large, replace(wide, num_stages=4))
+            yield Variant("fused", first, replace(wide, is_flat=True))
 
 
 _forced: list[Variant | Schedule] = []

@@ -25,24 +25,13 @@ from int8moe_compile.lowerings.variants import Variant
 
 BOTH = Tile(128, 64, 128, 4, 3, 8, "both", 2)
 NARROW = Tile(16, 64, 128, 4, 3)
-FUSED = ["fused_up_kernel", "fused_down_kernel"]
+FUSED = ["fused_up_kernel", "requantize_kernel", "fused_down_kernel"]
 DECODE = Variant("decode", Tile(1, 4, 512, 4, 1), Tile(1, 4, 256, 4, 1), False)
 CASES = {
-    "both": (Variant("fused", BOTH, BOTH, False), 64, [PLACE, "spread_kernel", *FUSED]),
-    "apart": (
-        Variant("fused", BOTH, BOTH, True),
-        "T",
-        [
-            COUNT,
-            PLACE,
-            "spread_kernel",
-            "fused_up_kernel",
-            "requantize_kernel",
-            "fused_down_kernel",
-        ],
-    ),
+    "both": (Variant("fused", BOTH, BOTH), 64, [PLACE, "spread_kernel", *FUSED]),
+    "any size": (Variant("fused", BOTH, BOTH), "T", [COUNT, PLACE, "spread_kernel", *FUSED]),
     "pointers": (
-        Variant("fused", NARROW, replace(NARROW, loads="weights"), False),
+        Variant("fused", NARROW, replace(NARROW, loads="weights")),
         64,
         [PLACE, *FUSED],
     ),
@@ -58,7 +47,7 @@ def test_kernels_of_one_block(name: str) -> None:
         source = generated_source(block(), shapes(tokens), tokens=300)
     assert launch_order(source) == [NORM_QUANTIZE, *kernels, COMBINE]
     described = len(re.findall(r"TensorDescriptor\.from_tensor\(", source))
-    assert described == {"both": 4, "apart": 4, "pointers": 1, "decode": 0}[name]
+    assert described == {"both": 4, "any size": 4, "pointers": 1, "decode": 0}[name]
     code = "\n".join(line for line in source.splitlines() if not line.startswith("#"))
     assert "torch.ops.int8moe" not in code and "extern_kernels." not in code
 
@@ -79,9 +68,9 @@ def test_generated_kernels_compile(name: str, tmp_path: Path) -> None:
 
 def test_one_graph_launches_by_the_number_of_tokens() -> None:
     """What a symbolic T does not want gets a grid of no programs, which nothing launches."""
-    narrow = Variant("fused", NARROW, NARROW, False)
+    narrow = Variant("fused", NARROW, NARROW)
     schedule = variants.Schedule(
-        ((8, DECODE), (512, narrow), (1 << 40, Variant("fused", BOTH, BOTH, False)))
+        ((8, DECODE), (512, narrow), (1 << 40, Variant("fused", BOTH, BOTH)))
     )
     with variants.forced(schedule):
         source = generated_source(block(), shapes("T"), tokens=300)
@@ -94,7 +83,7 @@ def test_one_graph_launches_by_the_number_of_tokens() -> None:
     assert len(launches) == len(kernels)
     counts = [evaluated(launches, tokens) for tokens in (1, 4, 5, 256, 257, 5000)]
     sets = [{at for at, count in enumerate(each) if count > 0} for each in counts]
-    decode, middle, prefill = {0, 1}, {2, 3, 4, 5}, {6, 7, 8, 9, 10}
+    decode, middle, prefill = {0, 1}, {2, 3, 4, 5, 6}, {7, 8, 9, 10, 11, 12}
     assert sets == [decode, decode, middle, middle, prefill, prefill]
 
 

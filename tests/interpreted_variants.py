@@ -31,10 +31,9 @@ WEIGHTS = replace(SMALL, block_n=64, loads="weights")
 # Blocks of 256 hold every row of the cases here; wide ones keep the interpreter's programs few.
 UP, DOWN = Tile(1, 32, 256, 4, 1), Tile(1, 32, 256, 4, 1)
 VARIANTS = {
-    "fused-pointers": Variant("fused", SMALL, replace(SMALL, block_n=64), False),
-    "fused-weights": Variant("fused", WEIGHTS, WEIGHTS, False),
-    "fused-both": Variant("fused", BOTH, replace(BOTH, is_flat=True), False),
-    "apart-both": Variant("fused", BOTH, BOTH, True),
+    "fused-pointers": Variant("fused", SMALL, replace(SMALL, block_n=64)),
+    "fused-weights": Variant("fused", WEIGHTS, WEIGHTS),
+    "fused-both": Variant("fused", BOTH, replace(BOTH, is_flat=True)),
     "decode": Variant("decode", UP, DOWN, False),
     "decode-apart": Variant("decode", UP, DOWN, True),
 }
@@ -77,7 +76,7 @@ def is_taken(case: Problem, variant: Variant) -> bool:
     [
         *((case, name) for name in VARIANTS for case in FEW),
         *((case, name) for name in THOROUGH for case in MANY),
-        # Several tiles of an expert, so that the last program of each quantises.
+        # Several tiles of an expert.
         *(("more-rows", name) for name in ("fused-pointers", "fused-both")),
     ],
 )
