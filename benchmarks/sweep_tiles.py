@@ -190,7 +190,7 @@ def measure(
             for tile in tiles_of(panels):
                 if tile.block_m != block_m:
                     continue
-                for group_m in (1, 8) if rows > 128 else (1,):
+                for group_m in (8, 32) if rows > 128 else (1,):
                     tile = replace(tile, group_m=group_m)
                     try:
                         time = median_us(lambda run=launch, t=tile: run(t), flush, repeats)
