@@ -40,7 +40,11 @@ def export(model: nn.Module, longest: int) -> Any:
     example = torch.zeros(2, 16, dtype=torch.int64, device=device)
     with torch.no_grad():
         return torch.export.export(
-            Logits(model), (example,), dynamic_shapes=({0: batch, 1: tokens},), strict=False
+            Logits(model),
+            (example,),
+            dynamic_shapes=({0: batch, 1: tokens},),
+            strict=False,
+            prefer_deferred_runtime_asserts_over_guards=True,
         )
 
 

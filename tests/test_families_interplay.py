@@ -157,9 +157,11 @@ def test_compiling_an_offloaded_model_does_no_harm(tmp_path: Any) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
 @pytest.mark.parametrize("compiles", [False, True])
 def test_device_map_over_two_devices(compiles: bool) -> None:
-    # Two GPUs where there are, otherwise the second layer's weights wait on the CPU.
+    # Two GPUs where there are, otherwise the second layer's weights wait on the CPU. Compiled,
+    # accelerate's hooks recompile up to Dynamo's limit, as they do around the float model.
     accelerate = pytest.importorskip("accelerate")
-    model, ids = quantised().cuda(), hf_models.token_ids().cuda()
+    # Seed 2: no token's experts tie, even if its embedding moves by 1e-4.
+    model, ids = quantised(dtype=torch.float32).cuda(), hf_models.token_ids(seed=2).cuda()
     wanted = eager(model, ids)
     second: Any = 1 if torch.cuda.device_count() > 1 else "cpu"
     devices = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": second}
@@ -169,4 +171,6 @@ def test_device_map_over_two_devices(compiles: bool) -> None:
         called: Any = torch.compile(model) if compiles else model
         result = called(ids, use_cache=False).logits
     assert result.device == wanted.device
-    assert hf_models.relative_error(result, wanted) < 2e-2
+    # Roundings in fp32 differ by 1e-6, but may move a code by one. Embeddings that differ by 1e-5
+    # move the logits by 3e-3 at most, a token that goes to another expert by 0.15 (measured).
+    assert hf_models.relative_error(result, wanted) < 5e-3
