@@ -15,6 +15,7 @@ import importlib.metadata
 import json
 import multiprocessing
 import os
+import random
 import statistics
 import sys
 import traceback
@@ -169,7 +170,8 @@ def measure(shape: Shape, tokens: int, inputs: tuple[Tensor, ...], runs: list[Ca
         active.append(int(torch.unique(fresh[2]).numel()))
         for old, new in zip(inputs, fresh, strict=True):
             old.copy_(new)
-        for run in runs:
+        # In a new order each time: who follows whom decides how warm the GPU is.
+        for run in random.sample(runs, len(runs)):
             run.replay(flush)
     experts = statistics.median(active)
     return {

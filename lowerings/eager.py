@@ -45,15 +45,16 @@ def experts(call: ExpertsArguments) -> Tensor:
     contributions = call.topk_ids.numel()
     if contributions == 0 or call.w13.shape[0] == 0:
         return output.zero_()
-    forced = variants.forced_variant(contributions)
+    variant = variants.forced_variant(contributions) or layer_variant(call, contributions)
     with device_of(output):
-        if forced is not None:
+        if variant.name != "apart":
             from . import eager_variants
 
-            computed = eager_variants.experts(call, forced)
+            computed = eager_variants.experts(call, variant)
             if computed is not None:
                 return computed
-        up, down = forced_tiles(forced) or layer_tiles(call, contributions)
+            variant = apart_variant(call)
+        up, down = variant.up, variant.down
         plan = routing.plan(
             call.topk_ids, call.expert_map, num_experts=call.w13.shape[0], block_m=up.block_m
         )
@@ -87,10 +88,10 @@ def facts_of(device: torch.device) -> DeviceFacts:
     return DeviceFacts.of(device)
 
 
-def layer_tiles(call: ExpertsArguments, contributions: int) -> tuple[tiles.Tile, tiles.Tile]:
-    """Return the tiles of both products of a call."""
+def layer_variant(call: ExpertsArguments, contributions: int) -> variants.Variant:
+    """Return the kernels of a call by its sizes; what else it has may keep them from taking it."""
     is_float = call.activation_quant == "none"
-    return _layer_tiles(
+    return _layer_variant(
         contributions,
         tuple(call.w13.shape),
         call.gated,
@@ -101,16 +102,22 @@ def layer_tiles(call: ExpertsArguments, contributions: int) -> tuple[tiles.Tile,
 
 
 @functools.lru_cache(maxsize=4096)
-def _layer_tiles(
+def _layer_variant(
     contributions: int,
     w13_shape: tuple[int, int, int],
     gated: bool,
     up_bytes: int,
     down_bytes: int,
     device: torch.device,
-) -> tuple[tiles.Tile, tiles.Tile]:
+) -> variants.Variant:
     pair = _products(contributions, w13_shape, gated, up_bytes, down_bytes)
-    return tiles.choose_pair(*pair, facts_of(device))
+    return variants.choose(*pair, facts_of(device), variants.Features())
+
+
+def apart_variant(call: ExpertsArguments) -> variants.Variant:
+    """Return the kernels that take every call."""
+    pair = tiles.choose_pair(*layer_products(call), facts_of(call.hidden_states.device))
+    return variants.Variant("apart", *pair)
 
 
 def _products(
@@ -134,11 +141,6 @@ def layer_products(call: ExpertsArguments) -> tuple[tiles.Product, tiles.Product
         call.hidden_states.element_size() if is_float else 1,
         call.result_dtype.itemsize if is_float else 1,
     )
-
-
-def forced_tiles(variant: variants.Variant | None) -> tuple[tiles.Tile, tiles.Tile] | None:
-    """Return the tiles of a forced variant of these very kernels."""
-    return (variant.up, variant.down) if variant is not None and variant.name == "apart" else None
 
 
 def first_rows(call: ExpertsArguments, plan: routing.Plan) -> Rows:

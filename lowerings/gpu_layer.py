@@ -55,7 +55,7 @@ def lower(call: Any) -> ir.TensorBox:
     up, down = products(call, dtype)
     device = DeviceFacts.of(hidden.get_device())
     # Asking for the features realizes the weights and guards their strides.
-    is_asked = variants.is_any_forced()
+    is_asked = variants.is_any_wanted(device)
     features = gpu_variants.features_of(call) if is_asked else variants.Features()
     schedule = variants.schedule(up, down, device, features)
     if schedule is not None and not (tokens * top_k).is_number:

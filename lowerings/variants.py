@@ -1,9 +1,10 @@
 """Which sequence of kernels computes a layer, as plain data; host only, needs no GPU.
 
-"apart" is the measured one: quantise, product, quantise, product, sum, tiles from tiles.TABLE.
-"fused" may load by tensor descriptor and quantises by a given scale in the first product;
-"decode" takes two or three launches without routing. Nobody has timed those two yet, so the choice
-is always "apart", under max-autotune, too: they run where a test or a benchmark forces them.
+"apart": quantise, product, quantise, product, sum, by pointers, tiles from tiles.TABLE; everywhere.
+"fused": the same steps with loads by tensor descriptor and persistent programs, quantising by a
+given scale in the first product; chosen where it was measured to be faster (FUSED).
+"decode": two or three launches without routing; slower wherever measured, so it runs only where a
+test or a benchmark forces it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,33 @@ WHOLE_ROW: Final = 16384
 DECODE_CONTRIBUTIONS: Final = 64
 # Contributions are counted in 32 bits.
 EVERY_SIZE: Final = (1 << 31) - 1
+# Descriptors are read in rows of so many codes: what a depth leaves over is multiplied as zeros.
+DESCRIPTOR_K: Final = 128
+# The generation whose tables these are: Hopper.
+MEASURED_MAJOR: Final = 9
+
+# Rows an expert gets on average, at most -> tiles of both products; an H200, over the shapes of
+# benchmarks/shapes.py (benchmarks/sweep_tiles.py --fused). Up to FEW_ROWS "apart" is as fast.
+FEW_ROWS: Final = 24
+SECOND_64: Final = Tile(64, 128, 128, 4, 3, 1, "both")
+SECOND_128: Final = Tile(128, 128, 128, 4, 3, 8, "both", 2)
+FUSED: Final[tuple[tuple[float, Tile, Tile], ...]] = (
+    (48, Tile(64, 64, 128, 4, 4, 1, "weights"), SECOND_64),
+    (160, Tile(64, 256, 128, 8, 3, 1, "weights", 1), SECOND_64),
+    (float("inf"), Tile(128, 128, 128, 8, 4, 8, "weights", 1, True), SECOND_128),
+)
+# Few experts: a group of tiles shares a weight in L2, and few copies of a token are spread.
+FEW_EXPERTS_FUSED: Final[tuple[tuple[float, Tile, Tile], ...]] = (
+    *FUSED[:2],
+    (float("inf"), Tile(128, 64, 128, 4, 3, 32, "both", 2), SECOND_128),
+)
+# A depth that is no multiple of DESCRIPTOR_K costs loads by pointer their masks or half the tile.
+UNEVEN_FUSED: Final[tuple[tuple[float, Tile, Tile], ...]] = (
+    (12, Tile(16, 64, 128, 4, 6, 1, "weights"), Tile(16, 64, 128, 4, 6, 1, "both")),
+    (24, Tile(32, 64, 128, 4, 6, 1, "weights"), Tile(32, 64, 128, 4, 6, 1, "both")),
+    (64, Tile(64, 64, 128, 4, 3, 1, "both", 2), replace(SECOND_64, programs=2)),
+    (float("inf"), Tile(128, 64, 128, 4, 3, 8, "both", 2), SECOND_128),
+)
 CACHE_KEY: Final = "int8moe_compile.lowerings.variants"
 
 
@@ -114,15 +142,41 @@ def takes(variant: Variant, up: Product, down: Product, device: DeviceFacts, has
 def candidates(
     up: Product, down: Product, device: DeviceFacts, has: Features
 ) -> tuple[Variant, ...]:
-    """Return the variants to compare for a layer, the default first."""
+    """Return the variants to compare for a layer: "apart", then what the tables name, if else."""
     default = Variant("apart", *tiles.choose_pair(up, down, device))
     found = [default]
-    for variant in (*_decode(up, down), *_fused(up, down, default)):
+    measured = _measured(up, down, device)
+    named = () if measured is None else (measured,)
+    for variant in (*named, *_decode(up, down), *_fused(up, down, default)):
         if not takes(variant, up, down, device, has) or variant in found:
             continue
         if variant.name == "decode" or _fits(variant, up, down, device):
             found.append(variant)
     return tuple(found)
+
+
+def is_measured(device: DeviceFacts) -> bool:
+    """Say whether the tables hold for a device; otherwise "apart" is chosen."""
+    return not tiles.is_rocm(device) and (device.capability or (0, 0))[0] == MEASURED_MAJOR
+
+
+def _measured(up: Product, down: Product, device: DeviceFacts) -> Variant | None:
+    """Return what is faster than "apart" by the tables; None where nothing is."""
+    least = min(up.depth, down.depth)
+    if not is_measured(device) or up.a_bytes != 1 or least < DESCRIPTOR_K:
+        return None
+    rows = tiles.rows_per_expert(up.contributions, up.experts)
+    table = FEW_EXPERTS_FUSED if up.experts <= tiles.FEW_EXPERTS else FUSED
+    if up.depth % DESCRIPTOR_K or down.depth % DESCRIPTOR_K:
+        table = UNEVEN_FUSED
+    elif rows <= FEW_ROWS:
+        return None
+    _, first, second = next(row for row in table if rows <= row[0])
+    if up.panels == 1:
+        # Measured with gate and up side by side.
+        first = replace(first, block_n=min(256, 2 * first.block_n))
+    variant = Variant("fused", first, second)
+    return variant if _fits(variant, up, down, device) else None
 
 
 def _fits(variant: Variant, up: Product, down: Product, device: DeviceFacts) -> bool:
@@ -194,26 +248,43 @@ def forced(variant: Variant | Schedule) -> Iterator[None]:
         compat.add_to_inductor_key(CACHE_KEY, repr(_forced))
 
 
-def is_any_forced() -> bool:
-    """Say whether a test or benchmark asks for something; otherwise no feature matters."""
-    return bool(_forced)
+def is_any_wanted(device: DeviceFacts) -> bool:
+    """Say whether anything but "apart" may be chosen; otherwise no feature matters."""
+    return bool(_forced) or is_measured(device)
 
 
 def choose(up: Product, down: Product, device: DeviceFacts, has: Features) -> Variant:
-    """Return the variant of a call: the forced one if it takes the call, else "apart"."""
-    asked = forced_variant(up.contributions)
+    """Return the variant of a call: the forced one, or the tables', if it takes the call."""
+    asked = forced_variant(up.contributions) or _measured(up, down, device)
     if asked is not None and takes(asked, up, down, device, has):
         return asked
     return Variant("apart", *tiles.choose_pair(up, down, device))
 
 
 def schedule(up: Product, down: Product, device: DeviceFacts, has: Features) -> Schedule | None:
-    """Return the schedule of a call of any size, if one is asked for and takes it throughout."""
-    asked = _forced[-1] if _forced else None
-    if not isinstance(asked, Schedule):
+    """Return the schedule of a call of any size, if one takes it throughout; None: "apart"."""
+    asked = (_forced[-1],) if _forced else _measured_schedule(up, down, device)
+    if not asked or not isinstance(asked[0], Schedule):
         return None
-    takes_all = all(takes(variant, up, down, device, has) for _, variant in asked.steps)
-    return asked if takes_all else None
+    takes_all = all(takes(variant, up, down, device, has) for _, variant in asked[0].steps)
+    return asked[0] if takes_all else None
+
+
+def _measured_schedule(up: Product, down: Product, device: DeviceFacts) -> tuple[Schedule, ...]:
+    """Return one step for few rows an expert, loaded as the tables say, and one for each above."""
+    if not is_measured(device) or up.a_bytes != 1:
+        return ()
+    bounds = [int(rows * up.experts) for rows, _, _ in FUSED[:-1]]
+    steps = []
+    for most in (FEW_ROWS * up.experts // 2, *bounds, EVERY_SIZE):
+        sized = replace(up, contributions=most), replace(down, contributions=most)
+        variant = _measured(*sized, device)
+        if variant is None:
+            variant = Variant("fused", *tiles.choose_pair(*sized, device))
+        if steps and steps[-1][1] == variant:
+            steps.pop()
+        steps.append((most, variant))
+    return (Schedule(tuple(steps)),)
 
 
 def forced_variant(contributions: int) -> Variant | None:

@@ -50,15 +50,13 @@ FEW = ("token-bfloat16", "static-bfloat16")
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "facts_of", lambda device: HOPPER)
-    eager._layer_tiles.cache_clear()
+    eager._layer_variant.cache_clear()
 
 
 def run(case: Problem, variant: Variant | None = None) -> torch.Tensor:
-    """Compute a case, by one variant if it takes it."""
+    """Compute a case, by one variant if it takes it, else by the kernels that take every call."""
     call = ExpertsArguments(*case.args, **case.options)
-    if variant is None:
-        return eager.experts(call)
-    with variants.forced(variant):
+    with variants.forced(variant or eager.apart_variant(call)):
         return eager.experts(call)
 
 

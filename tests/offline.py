@@ -22,6 +22,7 @@ from int8moe_compile.lowerings import (
     fused_kernels,
     quantizing,
     routing_kernels,
+    variants,
 )
 from int8moe_compile.ops.arguments import ExpertsArguments
 from int8moe_compile.oracle import DeviceFacts
@@ -91,7 +92,7 @@ class _Recorder:
 @contextmanager
 def _recording(facts: DeviceFacts) -> Iterator[list[Launch]]:
     log: list[Launch] = []
-    eager._layer_tiles.cache_clear()
+    eager._layer_variant.cache_clear()
     with mock.patch.object(eager, "facts_of", lambda device: facts):
         patches = []
         modules = (eager_kernels, routing_kernels, fused_kernels, decode_kernels, quantizing)
@@ -107,12 +108,19 @@ def _recording(facts: DeviceFacts) -> Iterator[list[Launch]]:
         finally:
             for patch in patches:
                 patch.stop()
-            eager._layer_tiles.cache_clear()
+            eager._layer_variant.cache_clear()
 
 
 def record(call: ExpertsArguments, arch: str) -> list[Launch]:
     """Return what an eager call would launch on a device of an architecture, in order."""
     with _recording(facts_of(arch)) as log:
+        eager.experts(call)
+    return log
+
+
+def record_apart(call: ExpertsArguments, arch: str) -> list[Launch]:
+    """Return what the kernels that take every call would launch, in order."""
+    with _recording(facts_of(arch)) as log, variants.forced(eager.apart_variant(call)):
         eager.experts(call)
     return log
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support import EXPERTS, Problem, assert_close, problem, with_scheme
 
-from int8moe_compile.lowerings import eager, eager_variants, tiles, variants
+from int8moe_compile.lowerings import eager, eager_variants, variants
 from int8moe_compile.lowerings.variants import Schedule, Variant
 from int8moe_compile.ops.arguments import ExpertsArguments
 
@@ -36,7 +38,7 @@ def sized(T: int, word: str = "token", **options: Any) -> Problem:
 def test_variants_give_the_same_bits(T: int, word: str) -> None:
     biases = {"w13_bias": torch.randn(8, 512), "w2_bias": torch.randn(8, 512)}
     case = sized(T, word, alpha=1.7, beta=1.0, limit=2.0, **biases)
-    expected = case.run()
+    expected = run_apart(case)
     assert word == "none" or found(case)
     for variant in found(case):
         with variants.forced(variant):
@@ -56,7 +58,7 @@ def test_dead_contributions_and_special_rows(T: int) -> None:
     ids = case.topk_ids.clone()
     ids[0, 1], ids[-1, 0] = -1, 99
     case = case.with_(hidden_states=rows, topk_ids=ids)
-    expected = case.run().nan_to_num(7.0)
+    expected = run_apart(case).nan_to_num(7.0)
     for variant in found(case):
         with variants.forced(variant):
             assert torch.equal(case.run().nan_to_num(7.0), expected), variants.label(variant)
@@ -65,7 +67,7 @@ def test_dead_contributions_and_special_rows(T: int) -> None:
 @pytest.mark.parametrize("T", [1, 64, 1100])
 def test_compiled_variants_equal_eager_ones(T: int) -> None:
     case = sized(T)
-    expected = case.run()
+    expected = run_apart(case)
     for variant in found(case):
         torch._dynamo.reset()
         with variants.forced(variant), torch.no_grad():
@@ -88,7 +90,7 @@ def test_cuda_graphs_follow_the_routing(T: int) -> None:
             case.topk_ids.copy_(other.topk_ids)
             case.topk_weights.copy_(other.topk_weights)
             graph.replay()
-            assert torch.equal(out, case.run()), variants.label(variant)
+            assert torch.equal(out, run_apart(case)), variants.label(variant)
 
 
 def by_size() -> Schedule:
@@ -102,12 +104,14 @@ def by_size() -> Schedule:
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_one_graph_serves_all_sizes(mode: str) -> None:
-    """One compilation; the number of tokens picks the kernels, and no launch is empty."""
+@pytest.mark.parametrize("by", [by_size, None])
+def test_one_graph_serves_all_sizes(by: Callable[[], Schedule] | None, mode: str) -> None:
+    """One compilation; the number of tokens picks the kernels, also as the tables say (None)."""
     torch._dynamo.reset()
     case = sized(1100)
     weights = case.args[1:5]
-    with variants.forced(by_size()), torch.no_grad():
+    asked = contextlib.nullcontext() if by is None else variants.forced(by())
+    with asked, torch.no_grad():
         function = torch.compile(
             lambda x, w, ids: EXPERTS(x, *weights, w, ids), fullgraph=True, mode=mode
         )
@@ -119,13 +123,12 @@ def test_one_graph_serves_all_sizes(mode: str) -> None:
                     torch._dynamo.mark_dynamic(tensor, 0)
             limit = 0 if turn == 0 else torch._dynamo.utils.counters["stats"]["unique_graphs"]
             out = function(*args).clone()
-            with variants.forced(Variant("apart", *default_tiles(rows))):
-                assert torch.equal(out, rows.run()), tokens
+            assert torch.equal(out, run_apart(rows)), tokens
             if turn and tokens > 1:
                 assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == limit
 
 
-def default_tiles(case: Problem) -> tuple[tiles.Tile, tiles.Tile]:
-    """Return the tables' tiles for a case."""
-    call = ExpertsArguments(*case.args, **case.options)
-    return eager.layer_tiles(call, case.topk_ids.numel())
+def run_apart(case: Problem) -> torch.Tensor:
+    """Compute a case by the kernels that take every call."""
+    with variants.forced(eager.apart_variant(ExpertsArguments(*case.args, **case.options))):
+        return case.run()

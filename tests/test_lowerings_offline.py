@@ -38,7 +38,7 @@ def call(T: int, word: str = "token", dtype: torch.dtype = torch.bfloat16) -> Ex
 @pytest.mark.parametrize("arch", offline.SHARED_MEMORY)
 @pytest.mark.parametrize("tokens", [8, 4096])
 def test_products_use_the_integer_units(arch: str, tokens: int) -> None:
-    launches = offline.record(call(tokens), arch)
+    launches = offline.record_apart(call(tokens), arch)
     products = [each for each in launches if each.kernel.__name__ in ("up_kernel", "down_kernel")]
     assert len(products) == 2
     for launch in products:
@@ -65,7 +65,7 @@ def test_products_use_the_integer_units(arch: str, tokens: int) -> None:
 
 
 def test_hopper_multiplies_by_warp_groups() -> None:
-    for launch in offline.record(call(4096), "sm_90"):
+    for launch in offline.record_apart(call(4096), "sm_90"):
         if launch.kernel.__name__ in ("up_kernel", "down_kernel"):
             text = offline.assembly(offline.compile_launch(launch, "sm_90"))
             assert "wgmma.mma_async" in text and ".s32.s8.s8" in text
@@ -81,7 +81,7 @@ def test_the_other_kernels_compile(arch: str) -> None:
         call(8, "none"),
     )
     for each in calls:
-        for launch in offline.record(each, arch):
+        for launch in offline.record_apart(each, arch):
             names.add(launch.kernel.__name__)
             text = offline.assembly(offline.compile_launch(launch, arch))
             if launch.kernel.__name__ == "quantize_kernel" and arch == "sm_90":
@@ -99,11 +99,11 @@ def test_the_other_kernels_compile(arch: str) -> None:
 
 def test_weight_only_converts_codes_in_the_tile() -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        for launch in offline.record(call(4096, "none", dtype), "sm_90"):
+        for launch in offline.record_apart(call(4096, "none", dtype), "sm_90"):
             if launch.kernel.__name__ in ("up_kernel", "down_kernel"):
                 text = offline.assembly(offline.compile_launch(launch, "sm_90"))
                 assert re.search(r"wgmma\S*f32\.(bf16|f16)", text)
-    for launch in offline.record(call(8, "none", torch.float32), "sm_90"):
+    for launch in offline.record_apart(call(8, "none", torch.float32), "sm_90"):
         if launch.kernel.__name__ == "up_kernel":
             text = offline.assembly(offline.compile_launch(launch, "sm_90"))
             assert "tf32" not in text

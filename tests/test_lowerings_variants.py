@@ -40,10 +40,31 @@ def test_candidates_fit_and_the_measured_one_is_first(arch: str) -> None:
                 assert variant.up.block_k >= up.depth and variant.down.block_k >= down.depth
 
 
-def test_nothing_unmeasured_is_chosen_by_itself() -> None:
-    device = facts("sm_90")
+def test_what_was_measured_is_chosen_on_hopper_alone() -> None:
     for (up, down), quant in itertools.product(products(1), ("token", "static")):
-        assert variants.choose(up, down, device, Features(quant)).name == "apart"
+        blackwell = replace(facts("sm_90"), capability=(10, 0), arch="sm_100")
+        for device in (facts("sm_80"), facts("gfx942"), blackwell):
+            assert variants.choose(up, down, device, Features(quant)).name == "apart"
+        chosen = variants.choose(up, down, facts("sm_90"), Features(quant))
+        rows = tiles.rows_per_expert(up.contributions, up.experts)
+        is_deep = min(up.depth, down.depth) >= 128 and up.depth % 16 == down.depth % 16 == 0
+        is_even = up.depth % 128 == down.depth % 128 == 0
+        assert (chosen.name == "fused") == (is_deep and (rows > 24 or not is_even))
+        if chosen.name == "fused":
+            assert chosen.up.block_m == chosen.down.block_m
+            assert chosen in variants.candidates(up, down, facts("sm_90"), Features(quant))
+
+
+def test_the_schedule_of_a_symbolic_size_chooses_as_each_size_does() -> None:
+    up, down = tiles.Product(1, 64, 2048, 1024, 2), tiles.Product(1, 64, 1024, 2048)
+    found = variants.schedule(up, down, facts("sm_90"), Features())
+    assert found is not None and found.steps[-1][0] == variants.EVERY_SIZE
+    for rows in (40, 100, 1000):
+        sized = [replace(product, contributions=rows * 64) for product in (up, down)]
+        chosen = next(variant for most, variant in found.steps if rows * 64 <= most)
+        assert chosen == variants.choose(*sized, facts("sm_90"), Features())
+    for arch, has in (("sm_80", Features()), ("sm_90", Features("tensor"))):
+        assert variants.schedule(up, down, facts(arch), has) is None
 
 
 def test_a_forced_variant_yields_to_calls_that_it_does_not_take() -> None:
