@@ -6,6 +6,8 @@ import hf_models
 import pytest
 import torch
 from passes_support import EXPERTS, MARKER, run
+from test_families_models import BOUNDS
+from test_passes_experts import Nothing
 
 from int8moe_compile.quantization import quantize_
 
@@ -27,8 +29,11 @@ def test_experts_on_a_gpu_are_rewritten(
     inputs = [tensor.cuda() for tensor in hf_models.routed()]
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         got = run(experts, *inputs, dynamic=dynamic)
+        floats = run(experts, *inputs, dynamic=dynamic, experts_pass=Nothing()).result
     assert [outcome.backend for outcome in got.outcomes] == ["triton"], got.reasons
     assert len(got.calls(EXPERTS)) == 1 and not got.calls(MARKER)
+    assert got.result.dtype == floats.dtype
+    assert hf_models.relative_error(got.result, floats) < BOUNDS["w8a8"]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

@@ -57,6 +57,8 @@ class Problem:
     """State sizes, dtypes and device of one experts call, as numbers.
 
     autocast: the dtype of the autocast context around the call, None for none.
+    product_dtype: that of the two products, in which the gate starts.
+    gated_dtype: what the gate returns; a GPU's autocast takes powers and sums in fp32.
     """
 
     tokens: int
@@ -70,13 +72,10 @@ class Problem:
     hidden_dtype: torch.dtype
     router_dtype: torch.dtype
     bias_dtype: torch.dtype
+    product_dtype: torch.dtype
+    gated_dtype: torch.dtype
     id_dtype: torch.dtype = torch.int64
     autocast: torch.dtype | None = None
-
-    @property
-    def product_dtype(self) -> torch.dtype:
-        """Return the dtype of the two products, in which the gate runs."""
-        return self.autocast or self.weight_dtype
 
     @property
     def rows(self) -> int:
@@ -136,12 +135,16 @@ class Spelling:
         )
 
     def apply(self, projected: Tensor, literals: Literals, *, interleaved: bool) -> Tensor:
-        """Run the gate on [S,N] as a Hugging Face module would."""
+        """Run the gate on [S,N] as a Hugging Face module would.
+
+        One that does not widen casts nothing, so that it keeps the dtype that autocast gives it.
+        """
         dtype = projected.dtype
         if self.widened == "rows":
             projected = projected.float()
         if not self.gated:
-            return self._activate(projected, literals).to(dtype)
+            activated = self._activate(projected, literals)
+            return activated.to(dtype) if self.widened else activated
         if interleaved:
             gate, up = projected[..., ::2], projected[..., 1::2]
         else:
@@ -156,7 +159,8 @@ class Spelling:
         if self.widened == "activation":
             gate = gate.float()
             return self._activate(gate, literals).to(dtype) * up
-        return (self._activate(gate, literals) * up).to(dtype)
+        product = self._activate(gate, literals) * up
+        return product.to(dtype) if self.widened else product
 
     def _activate(self, x: Tensor, literals: Literals) -> Tensor:
         if self.function == "swish":
@@ -276,7 +280,7 @@ def frame_pattern(implementation: str, layout: Layout, problem: Problem) -> Patt
         return result, entering[0]
 
     slots = problem.tokens * problem.top_k
-    with_gated = {**inputs, "gated": ((slots, problem.intermediate), problem.product_dtype)}
+    with_gated = {**inputs, "gated": ((slots, problem.intermediate), problem.gated_dtype)}
     return _trace(frame, with_gated, problem.device, problem.autocast)
 
 

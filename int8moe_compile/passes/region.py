@@ -224,18 +224,15 @@ class _Search:
                 hidden_dtype=value(output).dtype,
                 router_dtype=router_dtype,
                 bias_dtype=bias_dtype or weight_dtype,
+                product_dtype=weight_dtype,
+                gated_dtype=weight_dtype,
                 id_dtype=id_dtype,
             )
-            contexts = _autocasts(
-                problem,
-                _products(name, near),
-                casts_input=name == "grouped_mm",
-                casts_sum=_is_cast(slots),
-            )
-            for autocast in contexts:
+            contexts = _contexts(problem, _products(name, near), name, widens=_widens(total))
+            for in_context in contexts:
                 for transposed, interleaved in LAYOUTS:
                     layout = Layout(transposed, interleaved, bias_dtype is not None)
-                    yield output, name, layout, replace(problem, autocast=autocast)
+                    yield output, name, layout, in_context
 
     def _dtypes(
         self, nodes: Iterable[fx.Node], shape: tuple[int, int]
@@ -329,19 +326,37 @@ def _products(implementation: str, nodes: Iterable[fx.Node]) -> set[torch.dtype]
     return {value(node).dtype for node in nodes if word in str(node.target)}
 
 
-def _autocasts(
-    problem: Problem, products: set[torch.dtype], *, casts_input: bool, casts_sum: bool
-) -> list[torch.dtype | None]:
-    """List the autocast contexts in which the call may have been traced, mostly none.
+def _contexts(
+    problem: Problem, products: set[torch.dtype], implementation: str, *, widens: bool
+) -> list[Problem]:
+    """List the problem in the autocast contexts that it may have been traced in, mostly none.
 
-    Without one, products of batched_mm take one dtype only; grouped_mm casts to the weights'.
+    Without one, products of batched_mm take one dtype only. No autocast knows those of grouped_mm,
+    which casts to the weights' dtype. What a gate returns may be fp32 in a GPU's autocast.
     """
     as_weights = problem.weight_dtype in products
     same = as_weights and problem.weight_dtype == problem.hidden_dtype
-    found: list[torch.dtype | None] = [None] if same or (as_weights and casts_input) else []
-    if casts_sum or not same:
-        found.extend(dtype for dtype in (torch.bfloat16, torch.float16) if dtype in products)
+    grouped = implementation == "grouped_mm"
+    found = [problem] if same or (as_weights and grouped) else []
+    if same and not widens:
+        return found
+    for autocast in (torch.bfloat16, torch.float16):
+        product = problem.weight_dtype if grouped else autocast
+        if product in products:
+            found.extend(
+                replace(problem, autocast=autocast, product_dtype=product, gated_dtype=gated)
+                for gated in dict.fromkeys((product, torch.float32))
+            )
+        if grouped:
+            # The other one traces the same.
+            break
     return found
+
+
+def _widens(total: fx.Node) -> bool:
+    """Say whether the sum over slots runs in another dtype than theirs, as under autocast."""
+    arguments = dict(bound_arguments(total))
+    return arguments["dtype"] is not None or _is_cast(arguments["self"])
 
 
 def _is_cast(node: fx.Node) -> bool:
