@@ -74,8 +74,10 @@ def sweep_fused(panels: int) -> Iterator[tiles.Tile]:
         ):
             continue
         yield tile
-        if programs == 1 and block_m == 128:
-            yield replace(tile, is_flat=True)
+        if block_m == 128:
+            yield replace(tile, has_tail=True)
+            if programs == 1:
+                yield replace(tile, is_flat=True)
 
 
 def arguments(shape: Shape, tokens: int) -> ExpertsArguments:
@@ -211,7 +213,8 @@ def report(found: list[dict[str, Any]]) -> None:
         best = sorted(group, key=lambda row: row["us"])[:3]
         text = "  ".join(
             f"{b['us']:.1f}:{b['block_n']}x{b['block_k']}w{b['num_warps']}s{b['num_stages']}"
-            f"g{b['group_m']}{b['loads'][0]}{b['programs']}{'f' if b['is_flat'] else ''}"
+            f"g{b['group_m']}{b['loads'][0]}{b['programs']}"
+            f"{'f' if b['is_flat'] else ''}{'t' if b['has_tail'] else ''}"
             for b in best
         )
         print(*key, text, flush=True)

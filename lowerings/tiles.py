@@ -27,8 +27,9 @@ ASYNC_MAJORS: Final = (9, 10, 11)
 class Tile:
     """Shape one program of a grouped product, with the launch options that go with it.
 
-    The last three are for the kernels of variants.py: loads "pointers", "weights" or "both" says
-    what comes by tensor descriptor, programs how many stay on a multiprocessor (0: one a tile).
+    The last four are for the kernels of variants.py: loads "pointers", "weights" or "both" says
+    what comes by tensor descriptor, programs how many stay on a multiprocessor (0: one a tile),
+    is_flat that a program's tiles are one loop, has_tail that a tile of few rows is halved.
     """
 
     block_m: int
@@ -40,6 +41,7 @@ class Tile:
     loads: str = "pointers"
     programs: int = 0
     is_flat: bool = False
+    has_tail: bool = False
 
 
 @dataclass(frozen=True)

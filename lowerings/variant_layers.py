@@ -147,12 +147,21 @@ def _blocks(tile: Tile, depth: int) -> dict[str, Any]:
     return {
         "LOADS": tile.loads,
         "FLATTEN": tile.is_flat,
+        "PARTS": 2 if tile.has_tail else 1,
         "EVEN_K": depth % tile.block_k == 0,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "GROUP_M": tile.group_m,
     }
+
+
+def _described_rows(host: Host, rows: Any, tile: Tile) -> dict[str, Any]:
+    """Return the descriptors of rows in expert order: whole tiles, and half ones where wanted."""
+    described = {"a": host.descriptor(rows, [tile.block_m, tile.block_k])}
+    if tile.has_tail:
+        described["a_half"] = host.descriptor(rows, [tile.block_m // 2, tile.block_k])
+    return described
 
 
 def _programs(host: Host, contributions: Any, experts: int, width: int, tile: Tile) -> Any:
@@ -181,6 +190,7 @@ def first_product(host: Host, plan: Any, rows: Any, tile: Tile) -> Any:
         "out_ptr": out,
         "code_scale_ptr": call.a2_scale,
         "a": values,
+        "a_half": None,
         "a_scale_ptr": scale,
         **weight,
         "order_ptr": plan.order,
@@ -198,7 +208,7 @@ def first_product(host: Host, plan: Any, rows: Any, tile: Tile) -> Any:
         **_blocks(tile, depth),
     }
     if tile.loads == "both":
-        arguments["a"] = host.descriptor(values, [tile.block_m, tile.block_k])
+        arguments |= _described_rows(host, values, tile)
     programs = _programs(host, contributions, experts, width, tile)
     host.launch(fused_kernels.fused_up_kernel, programs, arguments, tile)
     return out
@@ -236,12 +246,10 @@ def second_product(
     stride_rt, stride_rk = host.strides(call.topk_weights)
     contributions = tokens * top_k
     parts = host.empty(contributions, width, dtype=host.dtype)
-    operand = codes
-    if tile.loads == "both":
-        operand = host.descriptor(codes, [tile.block_m, tile.block_k])
     arguments = {
         "out_ptr": parts,
-        "a": operand,
+        "a": codes,
+        "a_half": None,
         "a_scale_ptr": scale,
         **_weight(host, "w2", tile),
         "weights_ptr": call.topk_weights,
@@ -257,6 +265,8 @@ def second_product(
         "HAS_ROW_SCALE": is_per_row,
         **_blocks(tile, depth),
     }
+    if tile.loads == "both":
+        arguments |= _described_rows(host, codes, tile)
     programs = _programs(host, contributions, experts, width, tile)
     host.launch(fused_kernels.fused_down_kernel, programs, arguments, tile)
     return parts

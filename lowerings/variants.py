@@ -113,9 +113,9 @@ def label(variant: Variant) -> str:
 
 
 def _shape(tile: Tile) -> str:
-    """Return the columns, warps, stages and resident programs of a tile."""
-    flat = "f" if tile.is_flat else ""
-    return f"{tile.block_n}w{tile.num_warps}s{tile.num_stages}p{tile.programs}{flat}"
+    """Return columns, warps, stages and resident programs of a tile; f: flat, t: with a tail."""
+    kind = ("f" if tile.is_flat else "") + ("t" if tile.has_tail else "")
+    return f"{tile.block_n}w{tile.num_warps}s{tile.num_stages}p{tile.programs}{kind}"
 
 
 def takes(variant: Variant, up: Product, down: Product, device: DeviceFacts, has: Features) -> bool:
@@ -208,11 +208,11 @@ def _fused(up: Product, down: Product, default: Variant) -> Iterator[Variant]:
     group = 32 if up.experts <= tiles.FEW_EXPERTS else 8
     if rows < 24:
         block_m = default.up.block_m
-        for first, second in ((64, 64), (64, 128), (128, 128)):
+        for up_n, down_n in ((64, 64), (64, 128), (128, 128)):
             yield Variant(
                 "fused",
-                Tile(block_m, first, 128, 4, 4, 1, "weights"),
-                Tile(block_m, second, 128, 4, 6 if second == 64 else 4, 1, "both"),
+                Tile(block_m, up_n, 128, 4, 4, 1, "weights"),
+                Tile(block_m, down_n, 128, 4, 6 if down_n == 64 else 4, 1, "both"),
             )
         return
     for block_m in (64, 128):
@@ -225,6 +225,9 @@ def _fused(up: Product, down: Product, default: Variant) -> Iterator[Variant]:
             yield Variant("fused", first, width)
             yield Variant("fused", replace(first, loads="weights"), width)
         if block_m == 128:
+            tail = replace(first, has_tail=True)
+            yield Variant("fused", tail, replace(second, has_tail=True))
+            yield Variant("fused", replace(tail, loads="weights"), replace(second, has_tail=True))
             large = Tile(block_m, 128, 128, 8, 4, group, "both", 1)
             yield Variant("fused", large, replace(wide, num_stages=4))
             yield Variant("fused", first, replace(wide, is_flat=True))
@@ -275,7 +278,7 @@ def _measured_schedule(up: Product, down: Product, device: DeviceFacts) -> tuple
     if not is_measured(device) or up.a_bytes != 1:
         return ()
     bounds = [int(rows * up.experts) for rows, _, _ in FUSED[:-1]]
-    steps = []
+    steps: list[tuple[int, Variant]] = []
     for most in (FEW_ROWS * up.experts // 2, *bounds, EVERY_SIZE):
         sized = replace(up, contributions=most), replace(down, contributions=most)
         variant = _measured(*sized, device)

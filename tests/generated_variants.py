@@ -12,6 +12,7 @@ from generated import (
     COUNT,
     NORM_QUANTIZE,
     PLACE,
+    SCATTER,
     block,
     compile_generated,
     kernels_of,
@@ -29,11 +30,16 @@ FUSED = ["fused_up_kernel", "requantize_kernel", "fused_down_kernel"]
 DECODE = Variant("decode", Tile(1, 4, 512, 4, 1), Tile(1, 4, 256, 4, 1), False)
 CASES = {
     "both": (Variant("fused", BOTH, BOTH), 64, [PLACE, "spread_kernel", *FUSED]),
-    "any size": (Variant("fused", BOTH, BOTH), "T", [COUNT, PLACE, "spread_kernel", *FUSED]),
+    "any size": (Variant("fused", BOTH, BOTH), "T", [COUNT, SCATTER, "spread_kernel", *FUSED]),
     "pointers": (
         Variant("fused", NARROW, replace(NARROW, loads="weights")),
         64,
         [PLACE, *FUSED],
+    ),
+    "tail": (
+        Variant("fused", replace(BOTH, has_tail=True), replace(BOTH, has_tail=True)),
+        64,
+        [PLACE, "spread_kernel", *FUSED],
     ),
     "decode": (DECODE, 2, ["decode_up_kernel", "decode_down_kernel"]),
 }
@@ -47,7 +53,7 @@ def test_kernels_of_one_block(name: str) -> None:
         source = generated_source(block(), shapes(tokens), tokens=300)
     assert launch_order(source) == [NORM_QUANTIZE, *kernels, COMBINE]
     described = len(re.findall(r"TensorDescriptor\.from_tensor\(", source))
-    assert described == {"both": 4, "any size": 4, "pointers": 1, "decode": 0}[name]
+    assert described == {"both": 4, "any size": 4, "pointers": 1, "tail": 6, "decode": 0}[name]
     code = "\n".join(line for line in source.splitlines() if not line.startswith("#"))
     assert "torch.ops.int8moe" not in code and "extern_kernels." not in code
 
@@ -75,8 +81,8 @@ def test_one_graph_launches_by_the_number_of_tokens() -> None:
     with variants.forced(schedule):
         source = generated_source(block(), shapes("T"), tokens=300)
     order = launch_order(source)
-    fused = [COUNT, PLACE, *FUSED]
-    wide = [COUNT, PLACE, "spread_kernel", *FUSED]
+    fused = [COUNT, SCATTER, *FUSED]
+    wide = [COUNT, SCATTER, "spread_kernel", *FUSED]
     kernels = ["decode_up_kernel", "decode_down_kernel", *fused, *wide]
     assert order == [NORM_QUANTIZE, *kernels, COMBINE]
     launches = [line for line in source.splitlines() if re.search(r"_kernel\w*\.run\(", line)]

@@ -25,6 +25,7 @@ from int8moe_compile.oracle import DeviceFacts
 HOPPER = DeviceFacts("cuda", (9, 0), "sm_90", 232448, 4)
 SMALL = Tile(16, 32, 32, 4, 2)
 BOTH = replace(SMALL, loads="both", programs=1, group_m=2)
+TAIL = replace(BOTH, block_m=32, loads="weights", has_tail=True)
 WEIGHTS = replace(SMALL, block_n=64, loads="weights")
 
 
@@ -34,6 +35,7 @@ VARIANTS = {
     "fused-pointers": Variant("fused", SMALL, replace(SMALL, block_n=64)),
     "fused-weights": Variant("fused", WEIGHTS, WEIGHTS),
     "fused-both": Variant("fused", BOTH, replace(BOTH, is_flat=True)),
+    "fused-tail": Variant("fused", TAIL, replace(TAIL, loads="both")),
     "decode": Variant("decode", UP, DOWN, False),
     "decode-apart": Variant("decode", UP, DOWN, True),
 }
@@ -75,7 +77,7 @@ def is_taken(case: Problem, variant: Variant) -> bool:
         *((case, name) for name in VARIANTS for case in FEW),
         *((case, name) for name in THOROUGH for case in MANY),
         # Several tiles of an expert.
-        *(("more-rows", name) for name in ("fused-pointers", "fused-both")),
+        *(("more-rows", name) for name in ("fused-pointers", "fused-both", "fused-tail")),
     ],
 )
 def test_same_bits_as_the_tables_kernels(case: str, name: str) -> None:
