@@ -28,6 +28,7 @@ from int8moe_compile.lowerings import (
     routing,
     tiles,
     variant_layers,
+    variants,
 )
 from int8moe_compile.ops.arguments import ExpertsArguments
 
@@ -177,10 +178,13 @@ def median_us(run: Callable[[], Any], flush: torch.Tensor, repeats: int) -> floa
 
 
 def measure(
-    shape: Shape, tokens: int, found: list[dict[str, Any]], *, is_fused: bool = False
+    shape: Shape,
+    tokens: int,
+    found: list[dict[str, Any]],
+    makes: Callable[..., Any],
+    tiles_of: Callable[[int], Iterator[tiles.Tile]],
 ) -> None:
     """Time the tiles that suit one number of tokens."""
-    makes, tiles_of = (fused_stages_of, sweep_fused) if is_fused else (stages_of, sweep)
     call = arguments(shape, tokens)
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     rows = tiles.rows_per_expert(tokens * shape.top_k, shape.experts)
@@ -199,10 +203,8 @@ def measure(
                     except Exception as error:
                         print("failed", name, tile, str(error)[:80], flush=True)
                         continue
-                    found.append(
-                        {"shape": shape.name, "tokens": tokens, "product": name, "us": time}
-                        | asdict(tile)
-                    )
+                    row = {"shape": shape.name, "tokens": tokens, "product": name, "us": time}
+                    found.append(row | {"label": variants.tile_label(tile)} | asdict(tile))
 
 
 def report(found: list[dict[str, Any]]) -> None:
@@ -212,10 +214,7 @@ def report(found: list[dict[str, Any]]) -> None:
     ):
         best = sorted(group, key=lambda row: row["us"])[:3]
         text = "  ".join(
-            f"{b['us']:.1f}:{b['block_n']}x{b['block_k']}w{b['num_warps']}s{b['num_stages']}"
-            f"g{b['group_m']}{b['loads'][0]}{b['programs']}"
-            f"{'f' if b['is_flat'] else ''}{'t' if b['has_tail'] else ''}"
-            for b in best
+            f"{b['us']:.1f}:{b['label']}k{b['block_k']}g{b['group_m']} {b['loads']}" for b in best
         )
         print(*key, text, flush=True)
 
@@ -228,9 +227,17 @@ def main() -> None:
     parser.add_argument("--output", default="sweep_tiles.json")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--fused", action="store_true", help="sweep the kernels of variants.py")
+    parser.add_argument("--only", default="", help="labels of tiles: 128x64w4s3p2t,...")
     options = parser.parse_args()
     wanted = [s for s in SHAPES if any(s.name.startswith(n) for n in options.shapes.split(","))]
-    tiles_of = sweep_fused if options.fused else sweep
+    makes, every = (fused_stages_of, sweep_fused) if options.fused else (stages_of, sweep)
+    only = [label for label in options.only.split(",") if label]
+
+    def tiles_of(panels: int) -> Iterator[tiles.Tile]:
+        for tile in every(panels):
+            if not only or f"{tile.block_m}x{variants.tile_label(tile)}" in only:
+                yield tile
+
     jobs = [
         (is_up, asdict(tile)) for is_up in (True, False) for tile in tiles_of(2 if is_up else 1)
     ]
@@ -242,7 +249,7 @@ def main() -> None:
     for shape in wanted:
         counts = [int(t) for t in options.tokens.split(",") if t] or shape.tokens
         for tokens in counts:
-            measure(shape, tokens, found, is_fused=options.fused)
+            measure(shape, tokens, found, makes, tiles_of)
             report([row for row in found if row["shape"] == shape.name and row["tokens"] == tokens])
             Path(options.output).write_text(json.dumps(found))
 

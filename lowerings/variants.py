@@ -109,10 +109,10 @@ def label(variant: Variant) -> str:
         tail = "+q" if variant.is_requantized_apart else ""
         return f"decode {up.block_n}/{down.block_n}{tail}"
     loads = up.loads if up.loads == down.loads else f"{up.loads}/{down.loads}"
-    return f"fused {loads} {up.block_m}x{_shape(up)}/{_shape(down)}"
+    return f"fused {loads} {up.block_m}x{tile_label(up)}/{tile_label(down)}"
 
 
-def _shape(tile: Tile) -> str:
+def tile_label(tile: Tile) -> str:
     """Return columns, warps, stages and resident programs of a tile; f: flat, t: with a tail."""
     kind = ("f" if tile.is_flat else "") + ("t" if tile.has_tail else "")
     return f"{tile.block_n}w{tile.num_warps}s{tile.num_stages}p{tile.programs}{kind}"
