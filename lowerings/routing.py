@@ -15,23 +15,29 @@ from torch import Tensor
 from . import routing_kernels as kernels
 from .tiles import tile_bound
 
-# Contributions that one program counts or searches; up to so many need a single launch.
-CHUNK = 8192
-# Contributions that a program looks at in one step.
+# Contributions that are placed by a single launch.
+ONE_LAUNCH = 8192
+# Contributions that a program looks at in one step: with one launch, and with two.
 BLOCK = 2048
 LEAST_BLOCK = 128
+CHUNK_BLOCK = 1024
+# With two launches every program of the second reads all counts: most of them, fewest chunks.
+MOST_COUNTS = 32768
+LEAST_CHUNKS = 64
 LEAST_BINS = 128
 # Elements of a step that one thread takes.
 THREAD_ELEMENTS = 8
+CHUNK_THREAD_ELEMENTS = 4
 
 
 @dataclass(frozen=True)
 class Plan:
     """Hold the expert order of T*K contributions.
 
-    order: int32 [T*K], position -> contribution, as many as are live. local: int32 [T*K], the
-    expert of each contribution or -1. tiles: int32 [1 + tile_bound, 3], see routing_kernels.
-    inverse: int32 [T*K], contribution -> position, where asked for.
+    order: int32 [T*K], position -> contribution, as many as are live; which of an expert's comes
+    first may differ from run to run. local: int32 [T*K], the expert of each contribution or -1.
+    tiles: int32 [1 + tile_bound, 3], see routing_kernels. inverse: int32 [T*K], contribution ->
+    position, where asked for.
     """
 
     order: Tensor
@@ -67,52 +73,56 @@ def plan(
     tiles = torch.empty((1 + bound, 3), dtype=torch.int32, device=device)
     inverse = torch.empty_like(order) if is_inverse_wanted else None
 
-    sizes = launch_sizes(contributions, num_experts)
-    chunks = triton.cdiv(contributions, CHUNK)
-    counts = torch.empty((chunks, sizes["BINS"]), dtype=torch.int32, device=device)
     map_size = 0 if expert_map is None else expert_map.numel()
     if expert_map is not None:
         expert_map = expert_map.contiguous()
-    shape = (top_k, num_experts, map_size, *topk_ids.stride())
-    options = {
-        "HAS_MAP": expert_map is not None,
-        "IS_FLAT": topk_ids.is_contiguous(),
-        "CHUNK": CHUNK,
-        "BLOCK": sizes["BLOCK"],
-        "BINS": sizes["BINS"],
-        "num_warps": sizes["NUM_WARPS"],
-    }
-    if chunks > 1:
-        kernels.count_kernel[(chunks,)](
-            counts, local, topk_ids, expert_map, contributions, *shape, **options
+    shape = (contributions, top_k, num_experts, map_size, *topk_ids.stride())
+    read = {"HAS_MAP": expert_map is not None, "IS_FLAT": topk_ids.is_contiguous()}
+    placed = {"BLOCK_M": block_m, "HAS_INVERSE": is_inverse_wanted}
+    if contributions <= ONE_LAUNCH:
+        sizes = place_sizes(contributions, num_experts)
+        kernels.place_kernel[(num_experts,)](
+            order, local, tiles, inverse, topk_ids, expert_map, *shape, **read, **placed, **sizes
         )
-    kernels.place_kernel[(chunks * num_experts,)](
-        order,
-        local,
-        tiles,
-        counts,
-        inverse,
-        topk_ids,
-        expert_map,
-        contributions,
-        chunks,
-        *shape,
-        ONE_CHUNK=chunks == 1,
-        STEP=sizes["STEP"],
-        BLOCK_M=block_m,
-        HAS_INVERSE=is_inverse_wanted,
-        **options,
+        return Plan(order, local, tiles, inverse)
+
+    sizes = chunk_sizes(num_experts)
+    chunks = min(most_chunks(num_experts), triton.cdiv(contributions, CHUNK_BLOCK))
+    counts = torch.empty((chunks, sizes["BINS"]), dtype=torch.int32, device=device)
+    ranks = torch.empty_like(order)
+    kernels.count_kernel[(chunks,)](
+        counts, ranks, local, topk_ids, expert_map, *shape, **read, **sizes
+    )
+    kernels.scatter_kernel[(chunks,)](
+        order, tiles, inverse, counts, ranks, local, contributions, **placed, **sizes
     )
     return Plan(order, local, tiles, inverse)
 
 
-def launch_sizes(contributions: int, num_experts: int) -> dict[str, int]:
-    """Return a step's contributions, columns of the table of counts, its rows read at a time."""
-    bins = max(LEAST_BINS, triton.next_power_of_2(num_experts))
+def place_sizes(contributions: int, num_experts: int) -> dict[str, int]:
+    """Return sizes of the one launch: contributions of a step, counted experts, warps."""
     block = max(LEAST_BLOCK, min(BLOCK, triton.next_power_of_2(contributions)))
     return {
         "BLOCK": block,
-        "BINS": bins,
-        "STEP": max(1, min(16, 8192 // bins)),
-        "NUM_WARPS": max(4, block // (32 * THREAD_ELEMENTS)),
+        "BINS": count_bins(num_experts),
+        "num_warps": max(4, block // (32 * THREAD_ELEMENTS)),
     }
+
+
+def chunk_sizes(num_experts: int) -> dict[str, int]:
+    """Return the same sizes of the two launches."""
+    return {
+        "BLOCK": CHUNK_BLOCK,
+        "BINS": count_bins(num_experts),
+        "num_warps": max(4, CHUNK_BLOCK // (32 * CHUNK_THREAD_ELEMENTS)),
+    }
+
+
+def most_chunks(num_experts: int) -> int:
+    """Return the number of chunks beyond which they grow instead."""
+    return max(LEAST_CHUNKS, MOST_COUNTS // count_bins(num_experts))
+
+
+def count_bins(num_experts: int) -> int:
+    """Return the columns of the table of counts."""
+    return max(LEAST_BINS, int(triton.next_power_of_2(num_experts)))

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-import sympy
 import torch
 import triton
 from torch._inductor import ir
@@ -21,7 +20,7 @@ from torch.utils._sympy.functions import CeilDiv, Max, Min
 
 from ..compat import launch_in_graph
 from . import routing_kernels
-from .routing import CHUNK, launch_sizes
+from .routing import CHUNK_BLOCK, ONE_LAUNCH, chunk_sizes, most_chunks, place_sizes
 
 # What an unbacked size is taken for where tiles are chosen.
 UNKNOWN_SIZE: Final = 2048
@@ -82,17 +81,11 @@ def plan(
         known = ir.ExternKernel.require_contiguous(expert_map)
         map_size = expert_map.get_size()[0]
 
-    sizes = launch_sizes(likely_size(contributions), num_experts)
-    is_one = V.graph.sizevars.statically_known_leq(contributions, CHUNK)
-    chunks = sympy.Integer(1) if is_one else CeilDiv(contributions, CHUNK)
     bound = CeilDiv(contributions, block_m) + num_experts
-
     buffer = functools.partial(empty or functools.partial(_empty, device), dtype=torch.int32)
     order, local, tile_list = buffer(contributions), buffer(contributions), buffer(1 + bound, 3)
-    counts = buffer(chunks, sizes["BINS"])
     inverse = buffer(contributions) if is_inverse_wanted else None
     source = {
-        "counts_ptr": counts,
         "local_ptr": local,
         "ids_ptr": ids,
         "map_ptr": known,
@@ -104,9 +97,6 @@ def plan(
         "stride_ik": 1,
         "HAS_MAP": known is not None,
         "IS_FLAT": True,
-        "CHUNK": CHUNK,
-        "BLOCK": sizes["BLOCK"],
-        "BINS": sizes["BINS"],
     }
     placed = {
         "order_ptr": order,
@@ -115,28 +105,23 @@ def plan(
         "BLOCK_M": block_m,
         "HAS_INVERSE": is_inverse_wanted,
     }
-    _launch(source, chunks, is_one, sizes, num_experts, placed, is_wanted)
+    if V.graph.sizevars.statically_known_leq(contributions, ONE_LAUNCH):
+        sizes = place_sizes(likely_size(contributions), num_experts)
+        _launch("place_kernel", num_experts * is_wanted, {**source, **placed}, sizes)
+    else:
+        sizes = chunk_sizes(num_experts)
+        programs = Min(most_chunks(num_experts), CeilDiv(contributions, CHUNK_BLOCK)) * is_wanted
+        # As many rows as there may be, so that the table's size is known.
+        counts = buffer(most_chunks(num_experts), sizes["BINS"])
+        between = {"counts_ptr": counts, "ranks_ptr": buffer(contributions)}
+        _launch("count_kernel", programs, {**source, **between}, sizes)
+        placed |= between | {"local_ptr": local, "num_contributions": contributions}
+        _launch("scatter_kernel", programs, placed, sizes)
     return GraphPlan(order, local, tile_list, inverse)
 
 
-def _launch(
-    source: dict[str, Any],
-    chunks: Any,
-    is_one: bool,
-    sizes: dict[str, int],
-    num_experts: int,
-    placed: dict[str, Any],
-    is_wanted: Any,
-) -> None:
-    """Count where there are several chunks, then place."""
-
-    def grid(programs: Any) -> tuple[Any, int, int]:
-        return (programs * is_wanted, 1, 1)
-
-    if not is_one:
-        launch_in_graph(_configured("count_kernel", sizes["NUM_WARPS"]), grid(chunks), source)
-    launch_in_graph(
-        _configured("place_kernel", sizes["NUM_WARPS"]),
-        grid(chunks * num_experts),
-        {**source, **placed, "num_chunks": chunks, "ONE_CHUNK": is_one, "STEP": sizes["STEP"]},
-    )
+def _launch(name: str, programs: Any, arguments: dict[str, Any], sizes: dict[str, int]) -> None:
+    """Put one routing kernel into the graph."""
+    known = {key: size for key, size in sizes.items() if key != "num_warps"}
+    kernel = _configured(name, sizes["num_warps"])
+    launch_in_graph(kernel, (programs, 1, 1), arguments | known)

@@ -64,8 +64,9 @@ def shapes(T: int | str, K: int | str = 2, *, has_bias: bool = False) -> list[Sh
 
 
 NORM_QUANTIZE, REQUANTIZE = "triton_per_fused", "triton_per_fused"
-COUNT, PLACE, PRODUCT, COMBINE = (
+COUNT, SCATTER, PLACE, PRODUCT, COMBINE = (
     "count_kernel",
+    "scatter_kernel",
     "place_kernel",
     "triton_tem_fused",
     "triton_poi_fused",
@@ -76,8 +77,8 @@ COUNT, PLACE, PRODUCT, COMBINE = (
     ("T", "options", "expected"),
     [
         (64, {}, [NORM_QUANTIZE, PLACE, PRODUCT, REQUANTIZE, PRODUCT, COMBINE]),
-        ("T", {}, [NORM_QUANTIZE, COUNT, PLACE, PRODUCT, REQUANTIZE, PRODUCT, COMBINE]),
-        (8192, {}, [NORM_QUANTIZE, COUNT, PLACE, PRODUCT, REQUANTIZE, PRODUCT, COMBINE]),
+        ("T", {}, [NORM_QUANTIZE, COUNT, SCATTER, PRODUCT, REQUANTIZE, PRODUCT, COMBINE]),
+        (8192, {}, [NORM_QUANTIZE, COUNT, SCATTER, PRODUCT, REQUANTIZE, PRODUCT, COMBINE]),
         # The norm alone; codes are converted in the tiles.
         (64, {"activation_quant": "none"}, ["triton_per_fused", PLACE, PRODUCT, PRODUCT, COMBINE]),
     ],
@@ -184,7 +185,8 @@ def test_generated_routing_and_norm_compile(tmp_path: Path) -> None:
     source = generated_source(block(), shapes("T"), tokens=300)
     with pretend_cuda():
         kernels = kernels_of(source, tmp_path)
-        assert any(name.startswith("place_kernel") for name in kernels)
+        for routing in (COUNT, SCATTER):
+            assert any(name.startswith(routing) for name in kernels)
         for name, kernel in kernels.items():
             # The approximate division of Triton's own "/" would flip codes.
             if name.startswith("triton_per_fused"):

@@ -11,9 +11,8 @@ import torch
 from gpu_cases import CASES, Case
 from support import Problem, assert_close, probe, problem
 
-from int8moe_compile.lowerings import eager, routing, tiles
+from int8moe_compile.lowerings import eager, tiles, variants
 from int8moe_compile.ops.arguments import ExpertsArguments
-from int8moe_compile.ops.routing import local_experts
 
 
 def run(case: Problem) -> torch.Tensor:
@@ -62,30 +61,6 @@ def test_the_integer_sum_does_not_wrap() -> None:
     assert run(case)[0, 0].item() == 512 * 127 * 127
 
 
-@pytest.mark.parametrize(("T", "chunk"), [(1, 8192), (700, 8192), (700, 256)])
-@pytest.mark.parametrize("block_m", [16, 128])
-def test_routing(T: int, chunk: int, block_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "CHUNK", chunk)
-    monkeypatch.setattr(routing, "BLOCK", 128)
-    g = torch.Generator().manual_seed(T)
-    ids = torch.randint(-2, 14, (T, 3), generator=g)
-    plan = routing.plan(ids, None, num_experts=11, block_m=block_m)
-    local = local_experts(ids, 11, None).flatten()
-    assert torch.equal(plan.local.long(), local)
-    live = int((local >= 0).sum())
-    order = torch.argsort(torch.where(local < 0, 99, local), stable=True)[:live]
-    assert torch.equal(plan.order[:live].long(), order)
-    counts = torch.bincount(local[local >= 0], minlength=11)
-    expected, start = [], 0
-    for expert, count in enumerate(counts.tolist()):
-        for first in range(start, start + count, block_m):
-            expected.append([expert, first, min(first + block_m, start + count)])
-        start += count
-    assert plan.tiles[0].tolist() == [len(expected), live, 0]
-    assert plan.tiles[1 : 1 + len(expected)].tolist() == expected
-    assert len(expected) <= tiles.tile_bound(3 * T, 11, block_m)
-
-
 def test_a_token_depends_on_itself_alone() -> None:
     case = problem(3, T=24, E=2, K=2)
     whole = run(case)
@@ -93,10 +68,10 @@ def test_a_token_depends_on_itself_alone() -> None:
         assert torch.equal(run(case.rows(part)), whole[part])
 
 
-def test_every_tile_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tile_gives_the_same_bits() -> None:
     case = problem(4, T=9, H=96, I=64, E=2)
     expected = run(case)
     for tile in ((16, 32, 32), (32, 64, 128), (64, 64, 64)):
         pair = (tiles.Tile(*tile, 4, 2), tiles.Tile(tile[0], 64, 32, 4, 2, 4))
-        monkeypatch.setattr(eager, "layer_tiles", lambda *args, pair=pair: pair)
-        assert torch.equal(run(case), expected)
+        with variants.forced(variants.Variant("apart", *pair)):
+            assert torch.equal(run(case), expected)

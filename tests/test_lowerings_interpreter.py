@@ -11,3 +11,7 @@ def test_kernels_in_the_interpreter() -> None:
 
 def test_variants_in_the_interpreter() -> None:
     own_process.run("interpreted_variants.py", TRITON_INTERPRET="1")
+
+
+def test_routing_in_the_interpreter() -> None:
+    own_process.run("interpreted_routing.py", TRITON_INTERPRET="1")

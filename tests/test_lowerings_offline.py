@@ -89,6 +89,7 @@ def test_the_other_kernels_compile(arch: str) -> None:
     assert names == {
         "count_kernel",
         "place_kernel",
+        "scatter_kernel",
         "amax_kernel",
         "quantize_kernel",
         "up_kernel",

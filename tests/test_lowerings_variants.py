@@ -120,7 +120,7 @@ def test_prefill_loads_by_descriptor_and_multiplies_by_warp_groups() -> None:
     found = compiled(case, Variant("fused", FIRST, SECOND))
     assert set(found) == {
         "count_kernel",
-        "place_kernel",
+        "scatter_kernel",
         "spread_kernel",
         "fused_up_kernel",
         "requantize_kernel",
