@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 # As in the extra "hf" of pyproject.toml.
 LEAST_TRANSFORMERS: Final = (5, 10)
@@ -107,6 +107,33 @@ def literal(value: float) -> float:
     from torch.fx.experimental.symbolic_shapes import guard_scalar
 
     return float(guard_scalar(value))
+
+
+def retrace_with_literals(tensor: Tensor) -> None:
+    """Have Dynamo trace its frame again, with the floats of modules and globals as literals.
+
+    tensor: any fake one of the graph. Raises the request by which torch itself restarts a trace
+    whose floats it cannot carry as tensors; returns where no such float is left to ask for. What
+    callers pass may change with every call and stays an input. Removable together with literal.
+    """
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+    from torch._dynamo.symbolic_convert import TensorifyState
+    from torch._guards import CompileContext, GuardSource
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    shape_env = getattr(getattr(tensor, "fake_mode", None), "shape_env", None)
+    if shape_env is None or CompileContext.current_compile_id() is None:
+        return
+    names = []
+    for symbol, sources in shape_env.var_to_sources.items():
+        if symbol_is_type(symbol, SymT.FLOAT) and not TensorifyState.should_specialize(symbol.name):
+            holders = [source.guard_source for source in sources]
+            if any(h is GuardSource.GLOBAL or h.is_unspecialized_nn_module() for h in holders):
+                names.append(symbol.name)
+    for name in names:
+        TensorifyState.specialize(name)
+    if names:
+        raise TensorifyScalarRestartAnalysis(restart_reason="experts read floats that are inputs")
 
 
 def choose_experts_implementation(config: Any, name: str) -> None:

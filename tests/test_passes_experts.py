@@ -132,29 +132,6 @@ class Nothing(ExpertsPass):
         return
 
 
-@pytest.mark.parametrize(
-    ("word", "activation"),
-    [
-        ("silu", "silu"),
-        ("gelu", "gelu"),
-        ("gelu_python", "gelu"),
-        ("gelu_pytorch_tanh", "gelu_tanh"),
-        ("gelu_new", "gelu_tanh"),
-        ("gelu_fast", "gelu_tanh"),
-        ("gelu_accurate", "gelu_tanh"),
-        ("relu", "relu"),
-        ("relu2", "relu2"),
-        ("quick_gelu", "silu"),
-    ],
-)
-def test_activations(word: str, activation: str) -> None:
-    experts = build("MixtralExperts", hidden_act=word)
-    got = assert_rewritten(experts, hf_models.routed())
-    (call,) = got.calls(EXPERTS)
-    assert call.kwargs["activation"] == activation
-    assert call.kwargs["alpha"] == (1.702 if word == "quick_gelu" else 1.0)
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_numbers_of_the_gate_come_from_the_model(dynamic: bool) -> None:
     experts = build("GptOssExperts")

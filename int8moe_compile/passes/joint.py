@@ -9,10 +9,11 @@ from typing import Any, Final
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from ..compat import compilation_error, computes_gradients
+from ..compat import compilation_error, computes_gradients, retrace_with_literals
 from ..fingerprint import package_hash
 from .checks import Accepted, NamedBackendError, RefusedError, check_region
 from .notices import DEQUANTISED, GRADIENTS, warn_once
+from .numbers import hidden_number
 from .outcome import Outcome
 from .region import Region, Unmatched, failure, find_regions, is_marker
 from .rewrite import Rewriter
@@ -50,7 +51,9 @@ class ExpertsPass(CustomGraphPass):
             self._keep([Outcome("", rewritten=False, reason="the graph computes gradients")])
             return
         order = {node: index for index, node in enumerate(graph.nodes)}
-        checked = [self._check(found, order) for found in find_regions(graph)]
+        regions = find_regions(graph)
+        _retrace_hidden_numbers(graph, regions)
+        checked = [self._check(found, order) for found in regions]
         rewriter = Rewriter(graph)
         outcomes = [_rewrite(rewriter, verdict) for verdict in checked]
         self._keep(outcomes)
@@ -98,6 +101,14 @@ class ExpertsPass(CustomGraphPass):
                 log.info("%s: left alone: %s", name, outcome.reason)
             if outcome not in self.outcomes:
                 self.outcomes.append(outcome)
+
+
+def _retrace_hidden_numbers(graph: fx.Graph, regions: list[Region | Unmatched]) -> None:
+    """Ask for another trace where numbers that are inputs may be why a layer was not recognised."""
+    missed = [found.name for found in regions if isinstance(found, Unmatched)]
+    number = hidden_number(graph, missed) if missed else None
+    if number is not None:
+        retrace_with_literals(number)
 
 
 def _warn(outcomes: list[Outcome]) -> None:
