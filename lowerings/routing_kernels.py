@@ -30,6 +30,30 @@ COUNTS_STEP = tl.constexpr(8192)
 
 
 @triton.jit
+def id_offset(contribution, top_k, stride_it, stride_ik, IS_FLAT: tl.constexpr):
+    """Return where the expert id of each contribution is."""
+    if IS_FLAT:
+        offset = contribution
+    else:
+        token = (contribution // top_k).to(tl.int64)
+        slot = (contribution % top_k).to(tl.int64)
+        offset = token * stride_it + slot * stride_ik
+    return offset
+
+
+@triton.jit
+def is_within(expert, size):
+    """Say which ids can be an index, in their own width: a large int64 must not wrap into range."""
+    return (expert >= 0) & (expert < size)
+
+
+@triton.jit
+def live_expert(expert, num_experts):
+    """Return the int32 local expert, -1 where there is none."""
+    return tl.where(is_within(expert, num_experts), expert, -1).to(tl.int32)
+
+
+@triton.jit
 def local_expert(
     ids_ptr,
     map_ptr,
@@ -45,60 +69,15 @@ def local_expert(
 ) -> tl.tensor:
     """Return the int32 local expert of each contribution, -1 where there is none.
 
-    Compared in the ids' own width, so that a large int64 id cannot wrap into range; an id or a
-    mapped value outside its range is never used as an index.
+    Not for kernels whose stores go where the expert says: to Inductor, a pointer that depends on
+    the result of a function depends on all of its arguments, so that ids and map would count as
+    written, which a CUDA graph refuses of its inputs. Those kernels spell this out.
     """
-    if IS_FLAT:
-        expert = tl.load(ids_ptr + contribution, mask=is_real, other=-1)
-    else:
-        token = (contribution // top_k).to(tl.int64)
-        slot = (contribution % top_k).to(tl.int64)
-        expert = tl.load(ids_ptr + token * stride_it + slot * stride_ik, mask=is_real, other=-1)
+    offset = id_offset(contribution, top_k, stride_it, stride_ik, IS_FLAT)
+    expert = tl.load(ids_ptr + offset, mask=is_real, other=-1)
     if HAS_MAP:
-        is_known = (expert >= 0) & (expert < map_size)
-        expert = tl.load(map_ptr + tl.where(is_known, expert, 0), mask=is_known, other=-1)
-    is_live = (expert >= 0) & (expert < num_experts) & is_real
-    return tl.where(is_live, expert, -1).to(tl.int32)
-
-
-@triton.jit
-def count_here(
-    local_ptr,
-    ids_ptr,
-    map_ptr,
-    num_contributions,
-    top_k,
-    num_experts,
-    map_size,
-    stride_it,
-    stride_ik,
-    is_writer,
-    HAS_MAP: tl.constexpr,
-    IS_FLAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BINS: tl.constexpr,
-):
-    """Return the counts of every expert among all contributions; one program writes local."""
-    total = tl.zeros((BINS,), tl.int32)
-    for start in range(0, num_contributions, BLOCK):
-        contribution = start + tl.arange(0, BLOCK)
-        is_real = contribution < num_contributions
-        expert = local_expert(
-            ids_ptr,
-            map_ptr,
-            contribution,
-            is_real,
-            top_k,
-            num_experts,
-            map_size,
-            stride_it,
-            stride_ik,
-            HAS_MAP,
-            IS_FLAT,
-        )
-        tl.store(local_ptr + contribution, expert, mask=is_real & is_writer)
-        total += tl.histogram(tl.maximum(expert, 0), BINS, mask=expert >= 0)
-    return total
+        expert = tl.load(map_ptr + expert, mask=is_within(expert, map_size), other=-1)
+    return live_expert(expert, num_experts)
 
 
 @triton.jit
@@ -128,22 +107,17 @@ def place_kernel(
     """
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
-    total = count_here(
-        local_ptr,
-        ids_ptr,
-        map_ptr,
-        num_contributions,
-        top_k,
-        num_experts,
-        map_size,
-        stride_it,
-        stride_ik,
-        expert == 0,
-        HAS_MAP,
-        IS_FLAT,
-        BLOCK,
-        BINS,
-    )
+    total = tl.zeros((BINS,), tl.int32)
+    for start in range(0, num_contributions, BLOCK):
+        contribution = start + tl.arange(0, BLOCK)
+        is_real = contribution < num_contributions
+        offset = id_offset(contribution, top_k, stride_it, stride_ik, IS_FLAT)
+        found = tl.load(ids_ptr + offset, mask=is_real, other=-1)
+        if HAS_MAP:
+            found = tl.load(map_ptr + found, mask=is_within(found, map_size), other=-1)
+        found = live_expert(found, num_experts)
+        tl.store(local_ptr + contribution, found, mask=is_real & (expert == 0))
+        total += tl.histogram(tl.maximum(found, 0), BINS, mask=found >= 0)
     count = tl.sum(tl.where(bins == expert, total, 0), axis=0)
     first = tl.sum(tl.where(bins < expert, total, 0), axis=0)
     position = first
@@ -152,19 +126,11 @@ def place_kernel(
         for start in range(0, num_contributions, BLOCK):
             contribution = start + tl.arange(0, BLOCK)
             is_real = contribution < num_contributions
-            found = local_expert(
-                ids_ptr,
-                map_ptr,
-                contribution,
-                is_real,
-                top_k,
-                num_experts,
-                map_size,
-                stride_it,
-                stride_ik,
-                HAS_MAP,
-                IS_FLAT,
-            )
+            offset = id_offset(contribution, top_k, stride_it, stride_ik, IS_FLAT)
+            found = tl.load(ids_ptr + offset, mask=is_real, other=-1)
+            if HAS_MAP:
+                found = tl.load(map_ptr + found, mask=is_within(found, map_size), other=-1)
+            found = live_expert(found, num_experts)
             is_mine = found == expert
             rank = tl.cumsum(is_mine.to(tl.int32), axis=0)
             tl.store(order_ptr + position + rank - 1, contribution, mask=is_mine)
@@ -217,19 +183,11 @@ def count_kernel(
     for start in range(chunk * BLOCK, num_contributions, tl.num_programs(0) * BLOCK):
         contribution = start + tl.arange(0, BLOCK)
         is_real = contribution < num_contributions
-        expert = local_expert(
-            ids_ptr,
-            map_ptr,
-            contribution,
-            is_real,
-            top_k,
-            num_experts,
-            map_size,
-            stride_it,
-            stride_ik,
-            HAS_MAP,
-            IS_FLAT,
-        )
+        offset = id_offset(contribution, top_k, stride_it, stride_ik, IS_FLAT)
+        expert = tl.load(ids_ptr + offset, mask=is_real, other=-1)
+        if HAS_MAP:
+            expert = tl.load(map_ptr + expert, mask=is_within(expert, map_size), other=-1)
+        expert = live_expert(expert, num_experts)
         tl.store(local_ptr + contribution, expert, mask=is_real)
         is_live = expert >= 0
         # No other program meets this row, so nothing has to be ordered beyond this one.

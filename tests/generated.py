@@ -18,6 +18,7 @@ import triton
 from inductor_source import Shape, generated_source, launch_order, pretend_cuda
 from offline import INTEGER_INSTRUCTION, assembly, matrix_instructions, target_of
 from support import EXPERTS
+from torch._inductor.graph import GraphLowering
 from triton.compiler import ASTSource
 
 from int8moe_compile.lowerings import experts
@@ -113,6 +114,26 @@ def test_nothing_synchronises_or_is_dequantised(word: str) -> None:
     for size, dtype in buffers:
         numbers = [int(number) for number in re.findall(r"\d+", size)]
         assert "float" not in dtype or math.prod(numbers) < 8 * 512 * 512, (size, dtype)
+
+
+@pytest.mark.parametrize("T", [64, "T"])
+def test_no_input_counts_as_written(T: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor makes no CUDA graph of what writes to its inputs, and ids and map may be inputs."""
+    written, generate = [], GraphLowering.codegen
+
+    def codegen(self: GraphLowering) -> Any:
+        code = generate(self)
+        written.append(set(self.mutated_inputs))
+        return code
+
+    monkeypatch.setattr(GraphLowering, "codegen", codegen)
+
+    def mapped(expert_map: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        return block(expert_map=expert_map)(*rest)
+
+    generated_source(block(), shapes(T), tokens=300)
+    generated_source(mapped, [((16,), INT64), *shapes(T)], tokens=300)
+    assert written == [set(), set()]
 
 
 def test_one_slot_leaves_no_row_unwritten() -> None:
