@@ -16,7 +16,7 @@ from . import routing_kernels as kernels
 from .tiles import tile_bound
 
 # Contributions that are placed by a single launch.
-ONE_LAUNCH = 8192
+ONE_LAUNCH = 2048
 # Contributions that a program looks at in one step: with one launch, and with two.
 BLOCK = 2048
 LEAST_BLOCK = 128

@@ -37,24 +37,26 @@ MEASURED_MAJOR: Final = 9
 # Rows an expert gets on average, at most -> tiles of both products; an H200, over the shapes of
 # benchmarks/shapes.py (benchmarks/sweep_tiles.py --fused). Up to FEW_ROWS "apart" is as fast.
 FEW_ROWS: Final = 24
-SECOND_64: Final = Tile(64, 128, 128, 4, 3, 1, "both")
-SECOND_128: Final = Tile(128, 128, 128, 4, 3, 8, "both", 2)
+NARROW: Final = Tile(64, 128, 128, 4, 3, 1, "both")
+WIDE: Final = Tile(128, 128, 128, 4, 3, 8, "both", 2, has_tail=True)
 FUSED: Final[tuple[tuple[float, Tile, Tile], ...]] = (
-    (48, Tile(64, 64, 128, 4, 4, 1, "weights"), SECOND_64),
-    (160, Tile(64, 256, 128, 8, 3, 1, "weights", 1), SECOND_64),
-    (float("inf"), Tile(128, 128, 128, 8, 4, 8, "weights", 1, True), SECOND_128),
+    (48, Tile(64, 64, 128, 4, 4, 1, "weights"), NARROW),
+    (160, Tile(128, 128, 128, 8, 4, 1, "weights", has_tail=True), replace(WIDE, programs=0)),
+    (float("inf"), Tile(128, 64, 128, 4, 3, 32, "weights", has_tail=True), WIDE),
 )
-# Few experts: a group of tiles shares a weight in L2, and few copies of a token are spread.
+# Few experts: an expert has so many tiles that their groups stay in L2 longer.
 FEW_EXPERTS_FUSED: Final[tuple[tuple[float, Tile, Tile], ...]] = (
     *FUSED[:2],
-    (float("inf"), Tile(128, 64, 128, 4, 3, 32, "both", 2), SECOND_128),
+    (512, Tile(128, 128, 128, 8, 4, 32, "weights", has_tail=True), WIDE),
+    (float("inf"), Tile(128, 64, 128, 4, 3, 8, "weights", 2, has_tail=True), WIDE),
 )
 # A depth that is no multiple of DESCRIPTOR_K costs loads by pointer their masks or half the tile.
 UNEVEN_FUSED: Final[tuple[tuple[float, Tile, Tile], ...]] = (
     (12, Tile(16, 64, 128, 4, 6, 1, "weights"), Tile(16, 64, 128, 4, 6, 1, "both")),
     (24, Tile(32, 64, 128, 4, 6, 1, "weights"), Tile(32, 64, 128, 4, 6, 1, "both")),
-    (64, Tile(64, 64, 128, 4, 3, 1, "both", 2), replace(SECOND_64, programs=2)),
-    (float("inf"), Tile(128, 64, 128, 4, 3, 8, "both", 2), SECOND_128),
+    (64, Tile(64, 64, 128, 4, 3, 1, "both"), NARROW),
+    (160, Tile(128, 64, 128, 4, 3, 1, "both", has_tail=True), replace(WIDE, programs=0)),
+    (float("inf"), Tile(128, 64, 128, 4, 3, 8, "both", 2, has_tail=True), WIDE),
 )
 CACHE_KEY: Final = "int8moe_compile.lowerings.variants"
 
