@@ -60,7 +60,8 @@ def lower(call: Any) -> ir.TensorBox:
     schedule = variants.schedule(up, down, device, features)
     if schedule is not None and not (tokens * top_k).is_number:
         return scheduled(call, dtype, (up, down), device, schedule)
-    variant = variants.choose(up, down, device, features)
+    is_sized = (tokens * top_k).is_number
+    variant = variants.choose(up, down, device, features, is_graph=True, is_sized=is_sized)
     if variant.name == "decode":
         host = gpu_variants.GraphHost(call, dtype, device)
         output: ir.TensorBox = variant_layers.decode(host, variant)

@@ -2,7 +2,9 @@
 
 "apart": quantise, product, quantise, product, sum, by pointers, tiles from tiles.TABLE; everywhere.
 "fused": the same steps with loads by tensor descriptor and persistent programs, quantising by a
-given scale in the first product; chosen where it was measured to be faster (FUSED).
+given scale in the first product; chosen where it was measured to be faster (FUSED): eager calls of
+many rows, and few rows of uneven depth. As kernels of a compiled graph the wide tiles took 2 to 4
+times as long as "apart" (docs/performance.md), so graphs have them only where they are forced.
 "decode": two or three launches without routing; slower wherever measured, so it runs only where a
 test or a benchmark forces it.
 """
@@ -258,38 +260,36 @@ def is_any_wanted(device: DeviceFacts) -> bool:
     return bool(_forced) or is_measured(device)
 
 
-def choose(up: Product, down: Product, device: DeviceFacts, has: Features) -> Variant:
-    """Return the variant of a call: the forced one, or the tables', if it takes the call."""
-    asked = forced_variant(up.contributions) or _measured(up, down, device)
+def choose(
+    up: Product,
+    down: Product,
+    device: DeviceFacts,
+    has: Features,
+    *,
+    is_graph: bool = False,
+    is_sized: bool = True,
+) -> Variant:
+    """Return the variant of a call: the forced one, or the tables', if it takes the call.
+
+    is_graph: in a compiled graph, where of the tables' only tiles for few rows are faster.
+    is_sized: the number of tokens is known; otherwise a graph has the kernels for all sizes.
+    """
+    asked = forced_variant(up.contributions)
+    rows = tiles.rows_per_expert(up.contributions, up.experts)
+    if asked is None and is_sized and (rows <= FEW_ROWS or not is_graph):
+        asked = _measured(up, down, device)
     if asked is not None and takes(asked, up, down, device, has):
         return asked
     return Variant("apart", *tiles.choose_pair(up, down, device))
 
 
 def schedule(up: Product, down: Product, device: DeviceFacts, has: Features) -> Schedule | None:
-    """Return the schedule of a call of any size, if one takes it throughout; None: "apart"."""
-    asked = (_forced[-1],) if _forced else _measured_schedule(up, down, device)
-    if not asked or not isinstance(asked[0], Schedule):
+    """Return the schedule of a call of any size, if one is asked for and takes it throughout."""
+    asked = _forced[-1] if _forced else None
+    if not isinstance(asked, Schedule):
         return None
-    takes_all = all(takes(variant, up, down, device, has) for _, variant in asked[0].steps)
-    return asked[0] if takes_all else None
-
-
-def _measured_schedule(up: Product, down: Product, device: DeviceFacts) -> tuple[Schedule, ...]:
-    """Return one step for few rows an expert, loaded as the tables say, and one for each above."""
-    if not is_measured(device) or up.a_bytes != 1:
-        return ()
-    bounds = [int(rows * up.experts) for rows, _, _ in FUSED[:-1]]
-    steps: list[tuple[int, Variant]] = []
-    for most in (FEW_ROWS * up.experts // 2, *bounds, EVERY_SIZE):
-        sized = replace(up, contributions=most), replace(down, contributions=most)
-        variant = _measured(*sized, device)
-        if variant is None:
-            variant = Variant("fused", *tiles.choose_pair(*sized, device))
-        if steps and steps[-1][1] == variant:
-            steps.pop()
-        steps.append((most, variant))
-    return (Schedule(tuple(steps)),)
+    takes_all = all(takes(variant, up, down, device, has) for _, variant in asked.steps)
+    return asked if takes_all else None
 
 
 def forced_variant(contributions: int) -> Variant | None:
