@@ -140,6 +140,7 @@ def test_no_configuration_is_warp_specialised() -> None:
         "loads",
         "programs",
         "is_flat",
+        "has_tail",
     }
     folder = Path(tiles.__file__).parent
     sources = [*folder.glob("*.py"), *folder.glob("jinja/*.jinja")]
