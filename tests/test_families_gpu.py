@@ -15,9 +15,8 @@ import pytest
 import tiny_families
 import torch
 from passes_support import EXPERTS, MARKER
-from test_families_models import BOUNDS, route
+from test_families_models import BOUNDS, is_one_graph, route
 from torch import Tensor, fx, nn
-from torch._dynamo import exc
 from torch._inductor import compile_fx
 
 import int8moe_compile
@@ -76,20 +75,6 @@ class CountingBackend:
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
-
-
-def is_one_graph(model: nn.Module, inputs: dict[str, Any]) -> bool:
-    """Say whether Dynamo traces a family's own code as one graph, in this version of torch.
-
-    2.11 does not where attention branches on a number that it computes.
-    """
-    torch._dynamo.reset()
-    try:
-        with torch.no_grad():
-            torch.compile(model, backend="eager", fullgraph=True)(**inputs)
-    except (exc.UserError, exc.Unsupported):
-        return False
-    return True
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])

@@ -12,6 +12,7 @@ import tiny_families
 import torch
 from passes_support import EXPERTS, MARKER, run
 from torch import Tensor, nn
+from torch._dynamo import exc
 
 from int8moe_compile.hf import find_experts
 from int8moe_compile.quantization import quantize_
@@ -63,6 +64,20 @@ def test_outputs_are_those_of_the_dequantised_model(
     assert hf_models.relative_error(got, wanted) < BOUNDS[scheme]
 
 
+def is_one_graph(model: nn.Module, inputs: dict[str, Any]) -> bool:
+    """Say whether Dynamo traces a family's own code as one graph, in this version of torch.
+
+    Not where attention branches on a number that it computes, as qwen4_exp does.
+    """
+    torch._dynamo.reset()
+    try:
+        with torch.no_grad():
+            torch.compile(model, backend="eager", fullgraph=True)(**inputs)
+    except (exc.UserError, exc.Unsupported):
+        return False
+    return True
+
+
 def check_compiled(family: tiny_families.Family, implementation: str, dynamic: bool) -> None:
     """Compile a model in one way: one graph, an operator a layer, and eager's outputs."""
     model = quantize_(tiny_families.build(family))
@@ -75,12 +90,18 @@ def check_compiled(family: tiny_families.Family, implementation: str, dynamic: b
     for hook in hooks:
         hook.remove()
     model.set_experts_implementation(implementation)
-    captured = run(model, dynamic=dynamic, **inputs)
-    assert len(captured.graphs) == 1
-    # Experts for images only, as ernie4_5_vl_moe has beside those for text, are not called.
-    assert len(captured.calls(EXPERTS)) == len(routes) >= hf_models.LAYERS
+    is_whole = is_one_graph(tiny_families.build(family), inputs)
+    captured = run(model, dynamic=dynamic, fullgraph=is_whole, **inputs)
     assert not captured.calls(MARKER)
-    assert captured.reasons == [None] * len(routes)
+    assert len(routes) >= hf_models.LAYERS
+    if is_whole:
+        assert len(captured.graphs) == 1
+        # Experts for images only, as ernie4_5_vl_moe has beside those for text, are not called.
+        assert len(captured.calls(EXPERTS)) == len(routes)
+        assert captured.reasons == [None] * len(routes)
+    else:
+        # Layers may share the code between two breaks.
+        assert captured.calls(EXPERTS) and set(captured.reasons) == {None}
     # Measured: equal bits in every family but granitemoe_swa and inkling, whose attention Inductor
     # decomposes otherwise (0.011).
     got = tiny_families.outputs(captured.result)
