@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import importlib.metadata
 import json
 import multiprocessing
@@ -25,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import replays
 import torch
 from shapes import SHAPES, TARGETS, Shape, floor_us, shape_named
 from torch import Tensor
@@ -33,12 +33,6 @@ REPLAYS = 15
 # Only at these numbers of tokens, to keep the run short.
 SOME_TOKENS = {"static": (1, 64, 4096), "w8a16": (1, 64, 4096)}
 CONTESTANTS = ("int8", "int8 eager", "static", "w8a16", "hf bf16", "humming")
-
-
-@functools.cache
-def memory_pool() -> Any:
-    """Return the pool that this process's graphs share."""
-    return torch.cuda.graph_pool_handle()
 
 
 class Captured:
@@ -57,20 +51,12 @@ class Captured:
             for _ in range(2):
                 run(*inputs)
         torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        # One pool for all: they never run at once, and each has gigabytes of intermediates.
-        with torch.no_grad(), torch.cuda.graph(self.graph, pool=memory_pool()):
-            self.output = run(*inputs)
+        with torch.no_grad():
+            self.graph, self.output = replays.capture(lambda: run(*inputs))
 
     def replay(self, flush: Tensor) -> None:
         """Time one replay with a cold L2."""
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        flush.zero_()
-        begin.record()
-        self.graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        self.times.append(1e3 * begin.elapsed_time(end))
+        self.times.append(replays.replay_us(self.graph, flush))
 
 
 def draw(shape: Shape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,7 +149,7 @@ def capture_variants(
 
 def measure(shape: Shape, tokens: int, inputs: tuple[Tensor, ...], runs: list[Captured]) -> Any:
     """Return a row: the median of every contestant, the floor and the target."""
-    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+    flush = replays.flush_buffer()
     active: list[int] = []
     for _ in range(REPLAYS):
         fresh = draw(shape, tokens)

@@ -6,7 +6,6 @@ Kernels are compiled by worker processes first, because a compilation takes long
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import multiprocessing
@@ -19,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import replays
 import torch
 from shapes import SHAPES, Shape
 
@@ -152,29 +152,12 @@ def compile_some(jobs: list[tuple[bool, dict[str, Any]]]) -> None:
             print("cannot", is_up, tile, type(error).__name__, str(error)[:100], flush=True)
 
 
-@functools.cache
-def memory_pool() -> Any:
-    """Return the pool that all graphs share: they never run at once."""
-    return torch.cuda.graph_pool_handle()
-
-
 def median_us(run: Callable[[], Any], flush: torch.Tensor, repeats: int) -> float:
-    """Return the median time of a launch with a cold L2, by events around a graph's replays."""
-    events = []
+    """Return the median time of a launch with a cold L2, by replays of its graph."""
     run()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory_pool()):
-        run()
-    for _ in range(repeats):
-        flush.zero_()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        events.append((begin, end))
-    torch.cuda.synchronize()
-    return 1e3 * statistics.median(begin.elapsed_time(end) for begin, end in events)
+    graph, _ = replays.capture(run)
+    return statistics.median(replays.replay_us(graph, flush) for _ in range(repeats))
 
 
 def measure(
@@ -186,7 +169,7 @@ def measure(
 ) -> None:
     """Time the tiles that suit one number of tokens."""
     call = arguments(shape, tokens)
-    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+    flush = replays.flush_buffer()
     rows = tiles.rows_per_expert(tokens * shape.top_k, shape.experts)
     repeats = 7 if tokens < 4096 else 4
     for block_m in (16, 32, 64, 128):
