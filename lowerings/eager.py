@@ -39,14 +39,11 @@ class Rows:
 
 def experts(call: ExpertsArguments) -> Tensor:
     """Compute int8moe::experts on the device of its tensors, whatever the current one is."""
-    output = torch.empty(
-        call.hidden_states.shape, dtype=call.result_dtype, device=call.hidden_states.device
-    )
-    contributions = call.topk_ids.numel()
+    x, contributions = call.hidden_states, call.topk_ids.numel()
     if contributions == 0 or call.w13.shape[0] == 0:
-        return output.zero_()
+        return torch.zeros(x.shape, dtype=call.result_dtype, device=x.device)
     variant = variants.forced_variant(contributions) or layer_variant(call, contributions)
-    with device_of(output):
+    with device_of(x):
         if variant.name != "apart":
             from . import eager_variants
 
@@ -61,18 +58,18 @@ def experts(call: ExpertsArguments) -> Tensor:
         rows = first_rows(call, plan)
         middle = launch_up(call, plan, rows, up)
         rows = second_rows(call, plan, middle)
-        parts = launch_down(call, plan, rows, down)
-        combine(output, parts, plan)
-    return output
+        return combine(call, launch_down(call, plan, rows, down), plan)
 
 
-def combine(output: Tensor, parts: Tensor, plan: routing.Plan) -> None:
-    """Sum contributions [T*K, H] into the output [T, H]."""
+def combine(call: ExpertsArguments, parts: Tensor, plan: routing.Plan) -> Tensor:
+    """Return the sum [T, H] of contributions [T*K, H]."""
+    output = torch.empty(call.hidden_states.shape, dtype=parts.dtype, device=parts.device)
     tokens, hidden = output.shape
     grid = (tokens * triton.cdiv(hidden, COMBINE_BLOCK),)
     kernels.combine_kernel[grid](
         output, parts, plan.local, hidden, parts.shape[0] // tokens, COMBINE_BLOCK
     )
+    return output
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
@@ -88,8 +85,13 @@ def facts_of(device: torch.device) -> DeviceFacts:
     return DeviceFacts.of(device)
 
 
-def layer_variant(call: ExpertsArguments, contributions: int) -> variants.Variant:
-    """Return the kernels of a call by its sizes; what else it has may keep them from taking it."""
+def layer_variant(
+    call: ExpertsArguments, contributions: int, *, is_apart: bool = False
+) -> variants.Variant:
+    """Return the kernels of a call by its sizes; what else it has may keep them from taking it.
+
+    is_apart: those that take every call.
+    """
     is_float = call.activation_quant == "none"
     return _layer_variant(
         contributions,
@@ -98,6 +100,7 @@ def layer_variant(call: ExpertsArguments, contributions: int) -> variants.Varian
         call.hidden_states.element_size() if is_float else 1,
         call.result_dtype.itemsize if is_float else 1,
         call.hidden_states.device,
+        is_apart,
     )
 
 
@@ -109,15 +112,17 @@ def _layer_variant(
     up_bytes: int,
     down_bytes: int,
     device: torch.device,
+    is_apart: bool,
 ) -> variants.Variant:
     pair = _products(contributions, w13_shape, gated, up_bytes, down_bytes)
+    if is_apart:
+        return variants.Variant("apart", *tiles.choose_pair(*pair, facts_of(device)))
     return variants.choose(*pair, facts_of(device), variants.Features())
 
 
 def apart_variant(call: ExpertsArguments) -> variants.Variant:
     """Return the kernels that take every call."""
-    pair = tiles.choose_pair(*layer_products(call), facts_of(call.hidden_states.device))
-    return variants.Variant("apart", *pair)
+    return layer_variant(call, call.topk_ids.numel(), is_apart=True)
 
 
 def _products(

@@ -109,7 +109,4 @@ def experts(call: ExpertsArguments, variant: variants.Variant) -> Tensor | None:
     if variant.up.loads != "both":
         first = eager.first_rows(call, plan)
         rows = (first.values, first.scale, first.has_row_scale)
-    parts = variant_layers.fused(host, variant, plan, rows)
-    output = torch.empty(call.hidden_states.shape, dtype=host.dtype, device=host.device)
-    eager.combine(output, parts, plan)
-    return output
+    return eager.combine(call, variant_layers.fused(host, variant, plan, rows), plan)

@@ -54,13 +54,13 @@ def lower(call: Any) -> ir.TensorBox:
         return empty
     up, down = products(call, dtype)
     device = DeviceFacts.of(hidden.get_device())
-    # Asking for the features realizes the weights and guards their strides.
-    is_asked = variants.is_any_wanted(device)
-    features = gpu_variants.features_of(call) if is_asked else variants.Features()
-    schedule = variants.schedule(up, down, device, features)
-    if schedule is not None and not (tokens * top_k).is_number:
-        return scheduled(call, dtype, (up, down), device, schedule)
     is_sized = (tokens * top_k).is_number
+    # Asking for the features realizes the weights and guards their strides: only where they count.
+    asked = variants.asked_for(up, down, device, is_graph=True, is_sized=is_sized)
+    features = variants.Features() if asked is None else gpu_variants.features_of(call)
+    schedule = variants.schedule(up, down, device, features)
+    if schedule is not None and not is_sized:
+        return scheduled(call, dtype, (up, down), device, schedule)
     variant = variants.choose(up, down, device, features, is_graph=True, is_sized=is_sized)
     if variant.name == "decode":
         host = gpu_variants.GraphHost(call, dtype, device)

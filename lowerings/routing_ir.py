@@ -68,7 +68,7 @@ def plan(
     is_wanted: Any = 1,
     empty: Callable[..., Any] | None = None,
 ) -> GraphPlan:
-    """Put the routing of T*K contributions into the graph; one launch, or two beyond 8192.
+    """Put the routing of T*K contributions into the graph; one launch, or two beyond ONE_LAUNCH.
 
     is_wanted: 1, or an expression that is 0 where nothing is to be launched; empty: makes buffers.
     """

@@ -255,9 +255,24 @@ def forced(variant: Variant | Schedule) -> Iterator[None]:
         compat.add_to_inductor_key(CACHE_KEY, repr(_forced))
 
 
-def is_any_wanted(device: DeviceFacts) -> bool:
-    """Say whether anything but "apart" may be chosen; otherwise no feature matters."""
-    return bool(_forced) or is_measured(device)
+def asked_for(
+    up: Product,
+    down: Product,
+    device: DeviceFacts,
+    *,
+    is_graph: bool = False,
+    is_sized: bool = True,
+) -> Variant | None:
+    """Return the variant that sizes ask for, the forced one or the tables'; None: "apart".
+
+    is_graph: in a compiled graph, where of the tables' only tiles for few rows are faster.
+    is_sized: the number of tokens is known; otherwise a graph has the kernels for all sizes.
+    """
+    forced = forced_variant(up.contributions)
+    rows = tiles.rows_per_expert(up.contributions, up.experts)
+    if forced is not None or not is_sized or (is_graph and rows > FEW_ROWS):
+        return forced
+    return _measured(up, down, device)
 
 
 def choose(
@@ -269,15 +284,8 @@ def choose(
     is_graph: bool = False,
     is_sized: bool = True,
 ) -> Variant:
-    """Return the variant of a call: the forced one, or the tables', if it takes the call.
-
-    is_graph: in a compiled graph, where of the tables' only tiles for few rows are faster.
-    is_sized: the number of tokens is known; otherwise a graph has the kernels for all sizes.
-    """
-    asked = forced_variant(up.contributions)
-    rows = tiles.rows_per_expert(up.contributions, up.experts)
-    if asked is None and is_sized and (rows <= FEW_ROWS or not is_graph):
-        asked = _measured(up, down, device)
+    """Return the variant of a call: what asked_for returns if it takes the call, else "apart"."""
+    asked = asked_for(up, down, device, is_graph=is_graph, is_sized=is_sized)
     if asked is not None and takes(asked, up, down, device, has):
         return asked
     return Variant("apart", *tiles.choose_pair(up, down, device))
