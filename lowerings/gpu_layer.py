@@ -56,12 +56,15 @@ def lower(call: Any) -> ir.TensorBox:
     device = DeviceFacts.of(hidden.get_device())
     is_sized = (tokens * top_k).is_number
     # Asking for the features realizes the weights and guards their strides: only where they count.
-    asked = variants.asked_for(up, down, device, is_graph=True, is_sized=is_sized)
-    features = variants.Features() if asked is None else gpu_variants.features_of(call)
-    schedule = variants.schedule(up, down, device, features)
-    if schedule is not None and not is_sized:
+    asked = variants.asked_for(up, down, device, is_sized=is_sized)
+    scheduled_for = None if is_sized else variants.asked_schedule(up, down, device)
+    features = variants.Features()
+    if asked is not None or scheduled_for is not None:
+        features = gpu_variants.features_of(call)
+    schedule = None if is_sized else variants.schedule(up, down, device, features)
+    if schedule is not None:
         return scheduled(call, dtype, (up, down), device, schedule)
-    variant = variants.choose(up, down, device, features, is_graph=True, is_sized=is_sized)
+    variant = variants.choose(up, down, device, features, is_sized=is_sized)
     if variant.name == "decode":
         host = gpu_variants.GraphHost(call, dtype, device)
         output: ir.TensorBox = variant_layers.decode(host, variant)
@@ -77,7 +80,9 @@ def lower(call: Any) -> ir.TensorBox:
     )
     layer = Layer(call, routing, dtype, up, down, device, (variant.up, variant.down))
     if is_fused:
-        parts = fused_parts(layer, variant, gpu_variants.GraphHost(call, dtype, device))
+        host = gpu_variants.GraphHost(call, dtype, device)
+        rows = None if variant.up.loads == "both" else by_token(layer)
+        parts = variant_layers.fused(host, variant, routing, rows)
     else:
         parts = separate_parts(layer)
     # With one slot the sum would become an epilogue of the product, whose tiles hold live rows
@@ -101,7 +106,7 @@ def scheduled(
     least = 0
     shared: dict[Any, Any] = {}
     decoded: list[tuple[int, ir.TensorBox]] = []
-    parts, routing = None, None
+    fused: list[tuple[variants.Variant, Layer, gpu_variants.GraphHost]] = []
     for most, variant in schedule.steps:
         is_wanted = is_between(tokens * top_k, least, most)
         least = most
@@ -120,11 +125,15 @@ def scheduled(
             empty=host.empty,
         )
         chosen = (variant.up, variant.down)
-        layer = Layer(call, routing, dtype, *sizes, device, chosen)
-        parts = fused_parts(layer, variant, host)
-    assert parts is not None and routing is not None, "a schedule without a fused variant"
-    size = call.hidden_states.get_size()
-    return row_ir.combine(parts, routing.local, size, top_k, decoded)
+        fused.append((variant, Layer(call, routing, dtype, *sizes, device, chosen), host))
+    # Quantised once for all that take rows by token, and after every routing, which it may read.
+    layer = fused[-1][1]
+    is_by_token = any(variant.up.loads != "both" for variant, _, _ in fused)
+    rows = by_token(layer) if is_by_token else None
+    for variant, layer, host in fused:
+        wanted = None if variant.up.loads == "both" else rows
+        parts = variant_layers.fused(host, variant, layer.plan, wanted)
+    return row_ir.combine(parts, layer.plan.local, call.hidden_states.get_size(), top_k, decoded)
 
 
 def separate_parts(layer: Layer) -> ir.TensorBox:
@@ -134,16 +143,10 @@ def separate_parts(layer: Layer) -> ir.TensorBox:
     return second_product(layer, second_rows(layer, middle))
 
 
-def fused_parts(
-    layer: Layer, variant: variants.Variant, host: gpu_variants.GraphHost
-) -> ir.TensorBox:
-    """Return the contributions [T*K, H] by the fused kernels."""
-    rows = None
-    if variant.up.loads != "both":
-        first = first_rows(layer)
-        rows = (first.values, first.scale, first.is_scale_per_row)
-    parts: ir.TensorBox = variant_layers.fused(host, variant, layer.plan, rows)
-    return parts
+def by_token(layer: Layer) -> tuple[Any, Any, bool]:
+    """Return what enters w13 as the fused kernels take it: values, scale, whether one a row."""
+    rows = first_rows(layer)
+    return rows.values, rows.scale, rows.is_scale_per_row
 
 
 def result_dtype(call: Any) -> torch.dtype:

@@ -134,9 +134,9 @@ def _weight(host: Host, name: str, tile: Tile) -> dict[str, Any]:
 
 def _gate(call: Any) -> dict[str, Any]:
     return {
-        "alpha": float(call.alpha),
-        "beta": float(call.beta),
-        "limit": 0.0 if call.limit is None else float(call.limit),
+        "ALPHA": float(call.alpha),
+        "BETA": float(call.beta),
+        "LIMIT": 0.0 if call.limit is None else float(call.limit),
         "ACTIVATION": call.activation,
         "GATED": call.gated,
         "HAS_LIMIT": call.limit is not None,

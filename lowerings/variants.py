@@ -2,9 +2,7 @@
 
 "apart": quantise, product, quantise, product, sum, by pointers, tiles from tiles.TABLE; everywhere.
 "fused": the same steps with loads by tensor descriptor and persistent programs, quantising by a
-given scale in the first product; chosen where it was measured to be faster (FUSED): eager calls of
-many rows, and few rows of uneven depth. As kernels of a compiled graph the wide tiles took 2 to 4
-times as long as "apart" (docs/performance.md), so graphs have them only where they are forced.
+given scale in the first product; chosen where it was measured to be faster (FUSED).
 "decode": two or three launches without routing; slower wherever measured, so it runs only where a
 test or a benchmark forces it.
 """
@@ -256,48 +254,58 @@ def forced(variant: Variant | Schedule) -> Iterator[None]:
 
 
 def asked_for(
-    up: Product,
-    down: Product,
-    device: DeviceFacts,
-    *,
-    is_graph: bool = False,
-    is_sized: bool = True,
+    up: Product, down: Product, device: DeviceFacts, *, is_sized: bool = True
 ) -> Variant | None:
     """Return the variant that sizes ask for, the forced one or the tables'; None: "apart".
 
-    is_graph: in a compiled graph, where of the tables' only tiles for few rows are faster.
-    is_sized: the number of tokens is known; otherwise a graph has the kernels for all sizes.
+    is_sized: the number of tokens is known; otherwise a schedule may hold the tables' for all.
     """
     forced = forced_variant(up.contributions)
-    rows = tiles.rows_per_expert(up.contributions, up.experts)
-    if forced is not None or not is_sized or (is_graph and rows > FEW_ROWS):
+    if forced is not None or not is_sized:
         return forced
     return _measured(up, down, device)
 
 
 def choose(
-    up: Product,
-    down: Product,
-    device: DeviceFacts,
-    has: Features,
-    *,
-    is_graph: bool = False,
-    is_sized: bool = True,
+    up: Product, down: Product, device: DeviceFacts, has: Features, *, is_sized: bool = True
 ) -> Variant:
     """Return the variant of a call: what asked_for returns if it takes the call, else "apart"."""
-    asked = asked_for(up, down, device, is_graph=is_graph, is_sized=is_sized)
+    asked = asked_for(up, down, device, is_sized=is_sized)
     if asked is not None and takes(asked, up, down, device, has):
         return asked
     return Variant("apart", *tiles.choose_pair(up, down, device))
 
 
+def asked_schedule(up: Product, down: Product, device: DeviceFacts) -> Schedule | None:
+    """Return the schedule that a call of any size asks for, the forced one or the tables'."""
+    if not _forced:
+        return _measured_schedule(up, down, device)
+    return _forced[-1] if isinstance(_forced[-1], Schedule) else None
+
+
 def schedule(up: Product, down: Product, device: DeviceFacts, has: Features) -> Schedule | None:
     """Return the schedule of a call of any size, if one is asked for and takes it throughout."""
-    asked = _forced[-1] if _forced else None
-    if not isinstance(asked, Schedule):
+    asked = asked_schedule(up, down, device)
+    if asked is None or not all(takes(v, up, down, device, has) for _, v in asked.steps):
         return None
-    takes_all = all(takes(variant, up, down, device, has) for _, variant in asked.steps)
-    return asked if takes_all else None
+    return asked
+
+
+def _measured_schedule(up: Product, down: Product, device: DeviceFacts) -> Schedule | None:
+    """Return one step for few rows an expert, loaded as the tables say, and one for each above."""
+    if not is_measured(device) or up.a_bytes != 1:
+        return None
+    bounds = [int(rows * up.experts) for rows, _, _ in FUSED[:-1]]
+    steps: list[tuple[int, Variant]] = []
+    for most in (FEW_ROWS * up.experts // 2, *bounds, EVERY_SIZE):
+        sized = replace(up, contributions=most), replace(down, contributions=most)
+        variant = _measured(*sized, device)
+        if variant is None:
+            variant = Variant("fused", *tiles.choose_pair(*sized, device))
+        if steps and steps[-1][1] == variant:
+            steps.pop()
+        steps.append((most, variant))
+    return Schedule(tuple(steps))
 
 
 def forced_variant(contributions: int) -> Variant | None:

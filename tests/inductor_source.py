@@ -96,6 +96,9 @@ def pretend_cuda(arch: str = "sm_90") -> Iterator[None]:
         stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", lambda *args: None))
         facts = types.SimpleNamespace(of=lambda device: facts_of(arch))
         stack.enter_context(mock.patch.object(gpu_layer, "DeviceFacts", facts))
+        # What another architecture was asked: torch keeps the answers.
+        for function in vars(torch.utils._triton).values():
+            getattr(function, "cache_clear", lambda: None)()
         yield
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -102,12 +104,14 @@ def by_size() -> Schedule:
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_one_graph_serves_all_sizes(mode: str) -> None:
-    """One compilation; the number of tokens picks the kernels, and no launch is empty."""
+@pytest.mark.parametrize("by", [by_size, None])
+def test_one_graph_serves_all_sizes(by: Callable[[], Schedule] | None, mode: str) -> None:
+    """One compilation; the number of tokens picks the kernels, also as the tables say (None)."""
     torch._dynamo.reset()
     case = sized(1100)
     weights = case.args[1:5]
-    with variants.forced(by_size()), torch.no_grad():
+    asked = contextlib.nullcontext() if by is None else variants.forced(by())
+    with asked, torch.no_grad():
         function = torch.compile(
             lambda x, w, ids: EXPERTS(x, *weights, w, ids), fullgraph=True, mode=mode
         )

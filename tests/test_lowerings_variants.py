@@ -55,13 +55,16 @@ def test_what_was_measured_is_chosen_on_hopper_alone() -> None:
             assert chosen in variants.candidates(up, down, facts("sm_90"), Features(quant))
 
 
-def test_graphs_have_wide_tiles_only_where_they_are_forced() -> None:
-    device = facts("sm_90")
-    for up, down in products(1):
-        chosen = variants.choose(up, down, device, Features(), is_graph=True)
-        rows = tiles.rows_per_expert(up.contributions, up.experts)
-        assert chosen.name == "apart" or (rows <= 24 and (up.depth % 128 or down.depth % 128))
-        assert variants.schedule(up, down, device, Features()) is None
+def test_the_schedule_of_a_symbolic_size_chooses_as_each_size_does() -> None:
+    up, down = tiles.Product(1, 64, 2048, 1024, 2), tiles.Product(1, 64, 1024, 2048)
+    found = variants.schedule(up, down, facts("sm_90"), Features())
+    assert found is not None and found.steps[-1][0] == variants.EVERY_SIZE
+    for rows in (40, 100, 1000):
+        sized = [replace(product, contributions=rows * 64) for product in (up, down)]
+        chosen = next(variant for most, variant in found.steps if rows * 64 <= most)
+        assert chosen == variants.choose(*sized, facts("sm_90"), Features())
+    for arch, has in (("sm_80", Features()), ("sm_90", Features("tensor"))):
+        assert variants.schedule(up, down, facts(arch), has) is None
 
 
 def test_a_forced_variant_yields_to_calls_that_it_does_not_take() -> None:
