@@ -110,7 +110,13 @@ class GraphHost:
         return self.contiguous(lowering.view(x, x.get_size()[:2]))
 
     def descriptor(self, x: Any, block: list[int]) -> Described:
-        """Return what stands for a tensor read in blocks."""
+        """Return what stands for a tensor read in blocks.
+
+        A buffer gets a view of its own: Inductor makes one descriptor of a buffer and block, and a
+        later reader of that one would not depend on what was written in between (torch 2.11-2.13).
+        """
+        if isinstance(x.data, ir.StorageBox):
+            x = ir.TensorBox(ir.ReinterpretView(data=x.data, layout=x.get_layout()))
         return Described(x, tuple(block))
 
     def launch(self, kernel: Any, programs: Any, arguments: dict[str, Any], tile: Any) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from generated import (
     COMBINE,
     COUNT,
@@ -103,6 +104,20 @@ def test_the_tables_serve_every_size_in_one_graph() -> None:
     sized = generated_source(block(), shapes(5000), tokens=5000)
     assert sorted(launch_order(sized)[:3]) == sorted([NORM_QUANTIZE, COUNT, SCATTER])
     assert launch_order(sized)[3:] == [*FUSED, COMBINE]
+
+
+def test_every_step_writes_what_it_reads_by_descriptor() -> None:
+    """A step's codes depend on its own launches, although the steps share their buffers."""
+
+    def function(a13: torch.Tensor, a2: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        return block(activation_quant="static", a13_scale=a13, a2_scale=a2)(*rest)
+
+    wide = [Variant("fused", tile, tile) for tile in (BOTH, replace(BOTH, group_m=32))]
+    scale = ((1,), torch.float32)
+    with variants.forced(variants.Schedule(((512, wide[0]), (1 << 40, wide[1])))):
+        source = generated_source(function, [scale, scale, *shapes("T")], tokens=300)
+    kernels = [COUNT, SCATTER, "spread_kernel", "fused_up_kernel", "fused_down_kernel"]
+    assert launched(source, 5) == launched(source, 5000) == sorted(kernels)
 
 
 def launched(source: str, tokens: int) -> list[str]:

@@ -70,12 +70,13 @@ def run_fresh(package: Path, inputs: list[tuple[Tensor, ...]], imports: str) -> 
     torch.save(inputs, given)
     script = FRESH.format(imports=imports)
     done = subprocess.run(
-        [sys.executable, "-c", script, str(package), str(given), str(result)],
+        [sys.executable, "-X", "faulthandler", "-c", script, str(package), str(given), str(result)],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
-    return torch.load(result) if done.returncode == 0 else done.stderr
+    failure = f"exit status {done.returncode}: {done.stderr}"
+    return torch.load(result) if done.returncode == 0 else failure
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
