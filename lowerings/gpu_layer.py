@@ -63,11 +63,11 @@ def lower(call: Any) -> ir.TensorBox:
         features = gpu_variants.features_of(call)
     schedule = None if is_sized else variants.schedule(up, down, device, features)
     if schedule is not None:
-        return scheduled(call, dtype, (up, down), device, schedule)
+        return scheduled(call, dtype, up.experts, device, schedule)
     variant = variants.choose(up, down, device, features, is_sized=is_sized)
     if variant.name == "decode":
         host = gpu_variants.GraphHost(call, dtype, device)
-        output: ir.TensorBox = variant_layers.decode(host, variant)
+        output: ir.TensorBox = variant_layers.decode(host, variant, by_token(call, None))
         return output
     is_fused = variant.name == "fused"
     block_m = variant.up.block_m
@@ -78,23 +78,23 @@ def lower(call: Any) -> ir.TensorBox:
         block_m=block_m,
         is_inverse_wanted=is_fused and variant.up.loads == "both",
     )
-    layer = Layer(call, routing, dtype, up, down, device, (variant.up, variant.down))
     if is_fused:
         host = gpu_variants.GraphHost(call, dtype, device)
-        rows = None if variant.up.loads == "both" else by_token(layer)
+        rows = None if variant.up.loads == "both" else by_token(call, routing.local)
         parts = variant_layers.fused(host, variant, routing, rows)
     else:
-        parts = separate_parts(layer)
+        chosen = (variant.up, variant.down)
+        parts = separate_parts(Layer(call, routing, dtype, up, down, device, chosen))
     # With one slot the sum would become an epilogue of the product, whose tiles hold live rows
     # only: the rows of tokens without an expert would stay unwritten.
     V.graph.no_fuse_buffer_names.add(parts.get_name())
-    return row_ir.combine(parts, layer.plan.local, hidden.get_size(), top_k)
+    return row_ir.combine(parts, routing.local, hidden.get_size(), top_k)
 
 
 def scheduled(
     call: Any,
     dtype: torch.dtype,
-    sizes: tuple[tiles.Product, tiles.Product],
+    num_experts: int,
     device: DeviceFacts,
     schedule: variants.Schedule,
 ) -> ir.TensorBox:
@@ -105,47 +105,47 @@ def scheduled(
     tokens, top_k = routing_size(call)
     least = 0
     shared: dict[Any, Any] = {}
-    decoded: list[tuple[int, ir.TensorBox]] = []
-    fused: list[tuple[variants.Variant, Layer, gpu_variants.GraphHost]] = []
+    decode: list[tuple[int, variants.Variant, gpu_variants.GraphHost]] = []
+    fused: list[tuple[variants.Variant, GraphPlan, gpu_variants.GraphHost]] = []
     for most, variant in schedule.steps:
         is_wanted = is_between(tokens * top_k, least, most)
         least = most
         if variant.name == "decode":
             host = gpu_variants.GraphHost(call, dtype, device, is_wanted=is_wanted)
-            decoded.append((most, variant_layers.decode(host, variant)))
+            decode.append((most, variant, host))
             continue
         host = gpu_variants.GraphHost(call, dtype, device, is_wanted=is_wanted, shared=shared)
         routing = plan(
             call.topk_ids,
             call.expert_map,
-            num_experts=sizes[0].experts,
+            num_experts=num_experts,
             block_m=variant.up.block_m,
             is_inverse_wanted=variant.up.loads == "both",
             is_wanted=is_wanted,
             empty=host.empty,
         )
-        chosen = (variant.up, variant.down)
-        fused.append((variant, Layer(call, routing, dtype, *sizes, device, chosen), host))
+        fused.append((variant, routing, host))
     # Quantised once for all that take rows by token, and after every routing, which it may read.
-    layer = fused[-1][1]
-    is_by_token = any(variant.up.loads != "both" for variant, _, _ in fused)
-    rows = by_token(layer) if is_by_token else None
-    for variant, layer, host in fused:
+    local = fused[-1][1].local
+    is_by_token = bool(decode) or any(variant.up.loads != "both" for variant, _, _ in fused)
+    rows = by_token(call, local) if is_by_token else None
+    decoded = [(most, variant_layers.decode(host, v, rows)) for most, v, host in decode]
+    for variant, routing, host in fused:
         wanted = None if variant.up.loads == "both" else rows
-        parts = variant_layers.fused(host, variant, layer.plan, wanted)
-    return row_ir.combine(parts, layer.plan.local, call.hidden_states.get_size(), top_k, decoded)
+        parts = variant_layers.fused(host, variant, routing, wanted)
+    return row_ir.combine(parts, local, call.hidden_states.get_size(), top_k, decoded)
 
 
 def separate_parts(layer: Layer) -> ir.TensorBox:
     """Return the contributions [T*K, H]: both quantisations as loop IR, both products templates."""
-    rows = first_rows(layer)
+    rows = first_rows(layer.call, layer.plan.local)
     middle = first_product(layer, rows)
     return second_product(layer, second_rows(layer, middle))
 
 
-def by_token(layer: Layer) -> tuple[Any, Any, bool]:
-    """Return what enters w13 as the fused kernels take it: values, scale, whether one a row."""
-    rows = first_rows(layer)
+def by_token(call: Any, local: ir.TensorBox | None) -> tuple[Any, Any, bool]:
+    """Return what enters w13 as variants' kernels take it: values, scale, whether one a row."""
+    rows = first_rows(call, local)
     return rows.values, rows.scale, rows.is_scale_per_row
 
 
@@ -185,16 +185,19 @@ def products(call: Any, dtype: torch.dtype) -> tuple[tiles.Product, tiles.Produc
     )
 
 
-def first_rows(layer: Layer) -> Rows:
-    """Return what enters w13: quantised as loop IR that joins what computes hidden_states."""
-    call = layer.call
+def first_rows(call: Any, local: ir.TensorBox | None) -> Rows:
+    """Return what enters w13: quantised as loop IR that joins what computes hidden_states.
+
+    local: the expert of each contribution [T*K], for a call with the router weight on its input.
+    """
     x = call.hidden_states
     if x.get_dtype() == torch.int8:
         is_per_row = call.activation_quant == "token"
         return Rows(_realized(x), _flat(call.a13_scale), is_per_row)
     load = row_ir.rounded_loader(x)
     if call.apply_router_weight_on_input:
-        load = row_ir.weighted_loader(load, call.topk_weights, layer.plan.local)
+        assert local is not None, "weighted rows without the experts of their tokens"
+        load = row_ir.weighted_loader(load, call.topk_weights, local)
     elif call.activation_quant == "none":
         return Rows(_realized(x), None)
     if call.activation_quant == "none":
@@ -270,6 +273,7 @@ def _product(
     tokens, top_k = routing_size(layer.call)
     shared = {
         "INTEGER": rows.scale is not None,
+        "PACKED": tiles.packs_codes(layer.device, product.a_bytes),
         "HAS_ROW_SCALE": rows.is_scale_per_row,
         "HAS_BIAS": bias is not None,
         "SCALE_COLUMNS": repr(scale_columns(static(scale)[1], static(codes)[1])),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile_math import apply_gate
+from .tile_math import apply_gate, code_unit, codes_to_float
 
 
 @triton.jit
@@ -58,11 +58,13 @@ def products(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PACKED: tl.constexpr = False,
 ):
     """Return a @ w.T over the whole depth, gate and up side by side in one product.
 
     INTEGER: int8 codes into one int32 accumulator, converted once afterwards. Otherwise weight
-    codes are converted in the tile to the dtype of a and summed in fp32, without TF32.
+    codes are converted in the tile to the dtype of a, see codes_to_float for PACKED, and summed in
+    fp32, without TF32; the power of two that codes then lack is given to the sums.
     """
     ACC: tl.constexpr = tl.int32 if INTEGER else tl.float32
     acc = tl.zeros((BLOCK_M, 2 * BLOCK_N if GATED else BLOCK_N), dtype=ACC)
@@ -78,7 +80,9 @@ def products(
             k_mask = k < depth
             a = tl.load(a_ptrs, mask=k_mask[None, :], other=0)
             w = tl.load(w_ptrs, mask=k_mask[:, None], other=0)
-        acc = multiply_add(a, w, acc, INTEGER)
+        acc = multiply_add(a, w, acc, INTEGER, PACKED)
+    if PACKED:
+        acc *= code_unit(a_rows.dtype.scalar.element_ty, PACKED)
     return acc
 
 
@@ -93,12 +97,19 @@ def split_panels(acc: tl.tensor, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLO
 
 
 @triton.jit
-def multiply_add(a: tl.tensor, w: tl.tensor, acc: tl.tensor, INTEGER: tl.constexpr) -> tl.tensor:
+def multiply_add(
+    a: tl.tensor,
+    w: tl.tensor,
+    acc: tl.tensor,
+    INTEGER: tl.constexpr,
+    PACKED: tl.constexpr = False,
+) -> tl.tensor:
     """Return acc + a @ w, exact in int32 or summed in fp32."""
     if INTEGER:
         return tl.dot(a, w, acc, out_dtype=tl.int32)
     else:
-        return tl.dot(a, w.to(a.dtype), acc, input_precision="ieee", out_dtype=tl.float32)
+        w = codes_to_float(w, a.dtype, PACKED)
+        return tl.dot(a, w, acc, input_precision="ieee", out_dtype=tl.float32)
 
 
 @triton.jit
@@ -240,6 +251,7 @@ def up_tile(
     HAS_BIAS: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
     INTEGER: tl.constexpr,
+    PACKED: tl.constexpr,  # not INTEGER: see codes_to_float
     HAS_ROW_SCALE: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,  # "channel", "tensor" or "halves"
     EVEN_K: tl.constexpr,
@@ -257,17 +269,10 @@ def up_tile(
     # Rows and columns past the end repeat the last one: no mask in the loop, nothing stored.
     contribution = tl.load(order_ptr + tl.minimum(position, end - 1))
     token = (contribution // top_k).to(tl.int64)
-    column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = column_block * BLOCK_N
+    column = first + tl.arange(0, BLOCK_N)
     w_rows = weight_rows(
-        w_ptr,
-        expert,
-        column_block * BLOCK_N,
-        width,
-        stride_we,
-        stride_wn,
-        up_offset,
-        GATED,
-        BLOCK_N,
+        w_ptr, expert, first, width, stride_we, stride_wn, up_offset, GATED, BLOCK_N
     )
     acc = products(
         (a_ptr + token * stride_am)[:, None],
@@ -280,6 +285,7 @@ def up_tile(
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,
+        PACKED,
     )
     gate, up = split_panels(acc, GATED, BLOCK_M, BLOCK_N)
     a_scale = row_scales(a_scale_ptr, token, INTEGER, HAS_ROW_SCALE)
@@ -327,6 +333,7 @@ def down_tile(
     HAS_BIAS: tl.constexpr,
     HAS_ROUTER_WEIGHT: tl.constexpr,
     INTEGER: tl.constexpr,
+    PACKED: tl.constexpr,  # not INTEGER: see codes_to_float
     HAS_ROW_SCALE: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,  # "channel" or "tensor"
     EVEN_K: tl.constexpr,
@@ -343,18 +350,9 @@ def down_tile(
     position = tl.load(tile_ptr + 1) + tl.arange(0, BLOCK_M)
     row = tl.minimum(position, end - 1).to(tl.int64)
     contribution = tl.load(order_ptr + row)
-    column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
-    w_rows = weight_rows(
-        w_ptr,
-        expert,
-        column_block * BLOCK_N,
-        width,
-        stride_we,
-        stride_wn,
-        0,
-        False,
-        BLOCK_N,
-    )
+    first = column_block * BLOCK_N
+    column = first + tl.arange(0, BLOCK_N)
+    w_rows = weight_rows(w_ptr, expert, first, width, stride_we, stride_wn, 0, False, BLOCK_N)
     acc = products(
         (a_ptr + row * stride_am)[:, None],
         w_rows[None, :],
@@ -366,6 +364,7 @@ def down_tile(
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,
+        PACKED,
     )
     a_scale = row_scales(a_scale_ptr, row, INTEGER, HAS_ROW_SCALE)
     value = weighted_value(

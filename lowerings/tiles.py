@@ -78,7 +78,13 @@ FEW_EXPERTS_TABLE: Final[tuple[tuple[float, Tile, Tile], ...]] = (
     (2048, Tile(128, 128, 128, 8, 4, 8), Tile(128, 256, 128, 8, 4, 8)),
     (float("inf"), Tile(128, 64, 128, 4, 3, 8), Tile(128, 256, 128, 8, 3, 8)),
 )
-# Activations in floating point: fp16 and bf16 on the tensor cores, fp32 without them.
+# Activations in floating point: fp16 and bf16 on the tensor cores, fp32 without them. Depth tiles
+# of the tables above are cut for two bytes an activation, but few rows have tiles of their own: an
+# int8 row of 64 bytes is half a cache line, and a warp converts 32 columns for each row it loads.
+FLOAT_TABLE: Final[tuple[tuple[float, Tile, Tile], ...]] = (
+    (12, Tile(16, 64, 128, 4, 4), Tile(16, 128, 128, 4, 4)),
+    (24, Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4)),
+)
 FLOAT_K: Final = 64
 FP32_TILE: Final = Tile(16, 32, 32, 4, 2)
 
@@ -113,13 +119,17 @@ def shared_memory(tile: Tile, product: Product, device: DeviceFacts) -> int:
 
     One buffer fewer than stages, but for the asynchronous products of Hopper and later, which
     still read the last one (compiled offline with Triton 3.6 and 3.7: exact for sm_80 to sm_90).
+    There weight-only codes lie a second time as floats, which is what is read, in one buffer.
     """
-    row_bytes = tile.block_m * product.a_bytes + tile.block_n * product.panels
+    a_bytes, w_bytes = tile.block_m * product.a_bytes, tile.block_n * product.panels
     major = (device.capability or (0, 0))[0]
     # ROCm devices have a capability, too: gfx942 says (9, 4).
     is_asynchronous = major in ASYNC_MAJORS and not is_rocm(device) and tile.block_m >= ASYNC_M
-    buffers = max(1, tile.num_stages - (0 if is_asynchronous else 1))
-    return buffers * row_bytes * tile.block_k
+    buffers = max(1, tile.num_stages - 1)
+    if not is_asynchronous:
+        return buffers * (a_bytes + w_bytes) * tile.block_k
+    last = a_bytes + w_bytes * product.a_bytes
+    return (buffers * (a_bytes + w_bytes) + last) * tile.block_k
 
 
 def limit_of(device: DeviceFacts) -> int:
@@ -130,6 +140,12 @@ def limit_of(device: DeviceFacts) -> int:
 def is_rocm(device: DeviceFacts) -> bool:
     """Say whether facts are those of a ROCm device."""
     return device.arch is not None and device.arch.startswith("gfx")
+
+
+def packs_codes(device: DeviceFacts, a_bytes: int) -> bool:
+    """Say whether codes become floats of so many bytes four at a time, see codes_to_float."""
+    is_cuda = device.type == "cuda" and not is_rocm(device)
+    return a_bytes == 2 and is_cuda and (device.capability or (0, 0)) >= (8, 0)
 
 
 def fit(tile: Tile, product: Product, device: DeviceFacts) -> Tile:
@@ -173,10 +189,11 @@ def choose(product: Product, device: DeviceFacts, block_m: int | None = None) ->
         tile = FP32_TILE
     else:
         table = FEW_EXPERTS_TABLE if product.experts <= FEW_EXPERTS else TABLE
+        table = FLOAT_TABLE + table if product.a_bytes == 2 else table
         _, first, second = next(row for row in table if rows <= row[0])
         tile = first if product.panels == 2 else second
-    if product.a_bytes == 2:
-        tile = replace(tile, block_k=min(tile.block_k, FLOAT_K))
+        if product.a_bytes == 2 and tile.block_m > FLOAT_TABLE[-1][1].block_m:
+            tile = replace(tile, block_k=min(tile.block_k, FLOAT_K))
     if block_m is not None:
         tile = replace(tile, block_m=block_m)
     return fit(tile, product, device)
@@ -210,7 +227,8 @@ def _variations(tile: Tile, product: Product) -> Iterator[Tile]:
         accumulators = tile.block_m * block_n * product.panels
         if accumulators > 32768 or accumulators < 32 * 32 * warps // 4:
             continue
-        for block_k in (128, 256) if product.a_bytes == 1 else (64,):
+        is_deep = product.a_bytes == 1 or tile.block_m <= FLOAT_TABLE[-1][1].block_m
+        for block_k in (128, 256) if is_deep else (64,):
             for stages in (3, 4):
                 yield replace(
                     tile, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages

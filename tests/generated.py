@@ -206,6 +206,18 @@ def test_generated_products_use_the_integer_units(arch: str, tmp_path: Path) -> 
             assert re.search(INTEGER_INSTRUCTION[arch], text), matrix_instructions(text)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+def test_generated_weight_only_products_pack_codes_on_cuda(arch: str, tmp_path: Path) -> None:
+    source = generated_source(block(activation_quant="none"), shapes(64), tokens=64, arch=arch)
+    with pretend_cuda():
+        kernels = kernels_of(source, tmp_path)
+        products = [kernel for name, kernel in kernels.items() if name.startswith(PRODUCT)]
+        assert len(products) == 2
+        for kernel in products:
+            text = compile_generated(kernel, arch)
+            assert ("fma.rn.bf16x2" in text) == (arch != "gfx942")
+
+
 def test_generated_routing_and_norm_compile(tmp_path: Path) -> None:
     source = generated_source(block(), shapes("T"), tokens=300)
     with pretend_cuda():

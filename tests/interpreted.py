@@ -8,6 +8,7 @@ from __future__ import annotations
 import interpreter  # noqa: F401  (first: it sets TRITON_INTERPRET)
 import pytest
 import torch
+from code_values import converted
 from gpu_cases import CASES, Case
 from support import Problem, assert_close, probe, problem
 
@@ -44,6 +45,11 @@ def test_odd_sizes(sizes: tuple[int, int]) -> None:
 def test_ties_round_to_even() -> None:
     row = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5]])
     assert run(probe(row)).tolist() == [[127, 0, 2, 2, 0, -2, -2]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_code_becomes_its_float(dtype: torch.dtype) -> None:
+    assert torch.equal(converted(dtype, "cpu", is_packed=False), torch.arange(-128, 128).to(dtype))
 
 
 def test_the_integer_sum_does_not_wrap() -> None:

@@ -110,6 +110,37 @@ def test_weight_only_converts_codes_in_the_tile() -> None:
             assert "tf32" not in text
 
 
+# From integers to floats: PTX, and the instructions of CDNA.
+PACKED = r"fma\.rn\.bf16x2|sub\.rn\.f16x2"
+CONVERSION = r"cvt\.rn\.\w*f\d+\.[su]\d+|v_cvt_f\d+_i\d+"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [8, 40, 4096])
+def test_weight_only_codes_are_not_converted_one_by_one(
+    arch: str, dtype: torch.dtype, tokens: int
+) -> None:
+    found = 0
+    for launch in offline.record_apart(call(tokens, "none", dtype), arch):
+        name, arguments = launch.kernel.__name__, launch.arguments
+        if name not in ("up_kernel", "down_kernel"):
+            continue
+        found += 1
+        compiled = offline.compile_launch(launch, arch)
+        text = offline.assembly(compiled)
+        is_plain, is_packed = (re.search(pattern, text) for pattern in (CONVERSION, PACKED))
+        assert (bool(is_plain), bool(is_packed)) == (arch == "gfx942", arch != "gfx942"), name
+        sides = ("BLOCK_M", "BLOCK_N", "BLOCK_K")
+        tile = tiles.Tile(*(arguments[side] for side in sides), *launch.options.values())
+        product = tiles.Product(tokens * 4, 8, 0, 0, 2 if name == "up_kernel" else 1, 2)
+        if arch.startswith("sm"):
+            shared = tiles.shared_memory(tile, product, offline.facts_of(arch))
+            assert compiled.metadata.shared == shared
+        assert compiled.metadata.shared <= offline.SHARED_MEMORY[arch]
+    assert found == 2
+
+
 def test_sm_75_is_refused_where_the_int8_product_does_not_compile() -> None:
     """triton-lang/triton#9349: the compiler fails, so the oracle says no before it is asked."""
     from int8moe_compile.compat import int8_dot_compiles
