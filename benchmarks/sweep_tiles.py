@@ -35,16 +35,16 @@ from int8moe_compile.ops.arguments import ExpertsArguments
 LIMIT = 232448
 
 
-def sweep(panels: int) -> Iterator[tiles.Tile]:
+def sweep(panels: int, a_bytes: int) -> Iterator[tiles.Tile]:
     """Yield the tiles to compare for a product of one or two panels."""
+    # Two warps convert more columns for each row of activations that they load.
+    few_warps = ((32, 2), (64, 2)) if a_bytes > 1 else ()
+    widths = (*few_warps, (32, 4), (64, 4), (128, 4), (128, 8), (256, 8))
     for block_m, (block_n, warps), block_k, stages in itertools.product(
-        (16, 32, 64, 128),
-        ((32, 4), (64, 4), (128, 4), (128, 8), (256, 8)),
-        (64, 128, 256),
-        (3, 4, 5),
+        (16, 32, 64, 128), widths, (64, 128, 256), (3, 4, 5)
     ):
         accumulators = block_m * block_n * panels // (32 * warps)
-        product = tiles.Product(1, 1, 4096, 4096, panels)
+        product = tiles.Product(1, 1, 4096, 4096, panels, a_bytes)
         tile = tiles.Tile(block_m, block_n, block_k, warps, stages)
         device = tiles.DeviceFacts("cuda", (9, 0), "sm_90", LIMIT, 132)
         fits = tiles.shared_memory(tile, product, device) <= LIMIT
@@ -53,8 +53,8 @@ def sweep(panels: int) -> Iterator[tiles.Tile]:
             yield tile
 
 
-def sweep_fused(panels: int) -> Iterator[tiles.Tile]:
-    """Yield the tiles to compare for a fused product of one or two panels."""
+def sweep_fused(panels: int, a_bytes: int) -> Iterator[tiles.Tile]:
+    """Yield the tiles to compare for a fused product of one or two panels; a_bytes is 1."""
     device = tiles.DeviceFacts("cuda", (9, 0), "sm_90", LIMIT, 132)
     widths = ((32, 4), (64, 4), (128, 4), (128, 8), (256, 4), (256, 8))
     for block_m, (block_n, warps), stages, programs, loads in itertools.product(
@@ -81,8 +81,8 @@ def sweep_fused(panels: int) -> Iterator[tiles.Tile]:
                 yield replace(tile, is_flat=True)
 
 
-def arguments(shape: Shape, tokens: int) -> ExpertsArguments:
-    """Return random arguments of the operator on the GPU."""
+def arguments(shape: Shape, tokens: int, quant: str) -> ExpertsArguments:
+    """Return random arguments of the operator on the GPU, for a word of activation_quant."""
     E, K, H, I = shape.experts, shape.top_k, shape.hidden, shape.intermediate  # noqa: E741
     logits = torch.randn(tokens, E, device="cuda")
     weights, ids = torch.topk(torch.softmax(logits, -1), K)
@@ -94,6 +94,7 @@ def arguments(shape: Shape, tokens: int) -> ExpertsArguments:
         torch.rand(E, H, device="cuda") * 1e-3,
         weights.to(torch.bfloat16),
         ids,
+        activation_quant=quant,
     )
 
 
@@ -138,11 +139,11 @@ def fused_stages_of(
     return up, down
 
 
-def compile_some(jobs: list[tuple[bool, dict[str, Any]]]) -> None:
+def compile_some(jobs: list[tuple[bool, str, dict[str, Any]]]) -> None:
     """Compile kernels into Triton's cache by running them on a tiny layer."""
-    for is_up, tile in jobs:
+    for is_up, quant, tile in jobs:
         shape = Shape("tiny", 4, 2, 512, 512, (1,))
-        call = arguments(shape, 32)
+        call = arguments(shape, 32, quant)
         makes = stages_of if tile["loads"] == "pointers" else fused_stages_of
         launch = makes(call, tile["block_m"])[0 if is_up else 1]
         try:
@@ -163,12 +164,13 @@ def median_us(run: Callable[[], Any], flush: torch.Tensor, repeats: int) -> floa
 def measure(
     shape: Shape,
     tokens: int,
+    quant: str,
     found: list[dict[str, Any]],
     makes: Callable[..., Any],
     tiles_of: Callable[[int], Iterator[tiles.Tile]],
 ) -> None:
     """Time the tiles that suit one number of tokens."""
-    call = arguments(shape, tokens)
+    call = arguments(shape, tokens, quant)
     flush = replays.flush_buffer()
     rows = tiles.rows_per_expert(tokens * shape.top_k, shape.experts)
     repeats = 7 if tokens < 4096 else 4
@@ -210,19 +212,31 @@ def main() -> None:
     parser.add_argument("--output", default="sweep_tiles.json")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--fused", action="store_true", help="sweep the kernels of variants.py")
-    parser.add_argument("--only", default="", help="labels of tiles: 128x64w4s3p2t,...")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="labels of tiles, with a depth or all: 128x64w4s3p2t,16x64w4s4k128",
+    )
+    parser.add_argument(
+        "--quant", choices=("token", "none"), default="token", help="none: weight-only, by pointers"
+    )
     options = parser.parse_args()
+    if options.fused and options.quant == "none":
+        parser.error("--fused: the kernels of variants.py multiply codes, wanted --quant token")
     wanted = [s for s in SHAPES if any(s.name.startswith(n) for n in options.shapes.split(","))]
     makes, every = (fused_stages_of, sweep_fused) if options.fused else (stages_of, sweep)
-    only = [label for label in options.only.split(",") if label]
+    only = {label for label in options.only.split(",") if label}
 
     def tiles_of(panels: int) -> Iterator[tiles.Tile]:
-        for tile in every(panels):
-            if not only or f"{tile.block_m}x{variants.tile_label(tile)}" in only:
+        for tile in every(panels, 2 if options.quant == "none" else 1):
+            label = f"{tile.block_m}x{variants.tile_label(tile)}"
+            if not only or only & {label, f"{label}k{tile.block_k}"}:
                 yield tile
 
     jobs = [
-        (is_up, asdict(tile)) for is_up in (True, False) for tile in tiles_of(2 if is_up else 1)
+        (is_up, options.quant, asdict(tile))
+        for is_up in (True, False)
+        for tile in tiles_of(2 if is_up else 1)
     ]
     parts = [jobs[start :: options.workers] for start in range(options.workers)]
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
@@ -232,7 +246,7 @@ def main() -> None:
     for shape in wanted:
         counts = [int(t) for t in options.tokens.split(",") if t] or shape.tokens
         for tokens in counts:
-            measure(shape, tokens, found, makes, tiles_of)
+            measure(shape, tokens, options.quant, found, makes, tiles_of)
             report([row for row in found if row["shape"] == shape.name and row["tokens"] == tokens])
             Path(options.output).write_text(json.dumps(found))
 
