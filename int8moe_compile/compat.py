@@ -309,6 +309,17 @@ def add_to_inductor_key(name: str, content: str) -> None:
     config.unsafe_marked_cacheable_functions = {**marked, name: content}
 
 
+def storage_identity(tensor: torch.Tensor) -> Any:
+    """Return a value that equals another such value only if both tensors had the same storage.
+
+    It keeps the storage's address from being used again, not its memory. Removable when torch has
+    a public weak reference to a storage.
+    """
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(tensor.untyped_storage())
+
+
 def loader_placement(job: Any) -> tuple[torch.device | str | None, torch.dtype | None] | None:
     """Return device and dtype that transformers' loader wants a waiting tensor in, None if unknown.
 

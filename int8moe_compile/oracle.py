@@ -10,6 +10,7 @@ from typing import Final, Protocol
 
 import torch
 
+from .ops.humming import ROW_MULTIPLE
 from .ops.schema import ACTIVATIONS
 from .schemes import INT8_DYNAMIC_TOKEN, INT8_STATIC_CHANNEL, QuantKey, pair_refusal
 
@@ -126,13 +127,11 @@ def _importable(module: str) -> bool:
 class HummingBackend:
     """Kernels of the humming-kernels package: CUDA from sm_80, channel weights, token activations.
 
-    ``importable`` finds the package and ``built`` says whether this package calls it yet, so that
-    tests can ask about either.
+    ``importable`` finds the package, so that tests can ask about either.
     """
 
     name: str = "humming"
     importable: Callable[[str], bool] = _importable
-    built: bool = False
 
     def refusal(
         self,
@@ -143,7 +142,7 @@ class HummingBackend:
     ) -> str | None:
         """Judge package, device, keys and problem, in this order."""
         if not self.importable("humming"):
-            return "humming-kernels is not installed (extra: humming)"
+            return 'humming-kernels is not installed: pip install "int8moe_compile[humming]"'
         is_cuda = device.type == "cuda" and not (device.arch or "").startswith("gfx")
         if not is_cuda or device.capability is None or tuple(device.capability) < (8, 0):
             got = _sm(device) if is_cuda else repr(device.arch or device.type)
@@ -154,8 +153,9 @@ class HummingBackend:
             return "needs bfloat16 or float16 activations, got float32"
         if problem.has_bias or not problem.gated or problem.activation != "silu":
             return "needs gated silu experts without bias"
-        if not self.built:
-            return "not built yet: this package has no humming kernels so far"
+        sizes = (problem.hidden_size, problem.intermediate_size)
+        if any(size % ROW_MULTIPLE for size in sizes):
+            return f"needs hidden and intermediate size multiples of {ROW_MULTIPLE}, got {sizes}"
         return None
 
 

@@ -22,6 +22,9 @@ KERNELS: Final[dict[str, str]] = {
     "cuda": "int8moe_compile.lowerings.eager:experts",
 }
 
+# The same for int8moe::humming_experts; imports humming-kernels.
+HUMMING_KERNEL: Final = "int8moe_compile.lowerings.humming:experts"
+
 # "module:function" to tell that int8moe::dequantize was traced, and that one was lowered.
 MARKER_TRACED: Final = "int8moe_compile.passes.notices:marker_traced"
 MARKER_LOWERED: Final = "int8moe_compile.passes.notices:marker_lowered"
@@ -31,6 +34,12 @@ MARKER_LOWERED: Final = "int8moe_compile.passes.notices:marker_lowered"
 def kernel(device_type: str) -> Callable[..., Any]:
     """Import and return the experts kernel of a device type."""
     return _function(KERNELS[device_type])
+
+
+@functools.cache
+def humming_kernel() -> Callable[..., Any]:
+    """Import and return the experts kernel that calls humming-kernels."""
+    return _function(HUMMING_KERNEL)
 
 
 @functools.cache

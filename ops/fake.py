@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import registry
 from .arguments import ExpertsArguments
 from .checks import check_dequantize, check_experts
+from .humming import check_humming
 
 
 def experts(*args: Any, **kwargs: Any) -> Tensor:
@@ -18,6 +19,13 @@ def experts(*args: Any, **kwargs: Any) -> Tensor:
     call = ExpertsArguments(*args, **kwargs)
     check_experts(call, traced=True)
     return call.hidden_states.new_empty(call.hidden_states.shape, dtype=call.result_dtype)
+
+
+def humming_experts(*args: Any, **kwargs: Any) -> Tensor:
+    """Describe the result of int8moe::humming_experts: that of int8moe::experts."""
+    result = experts(*args, **kwargs)
+    check_humming(ExpertsArguments(*args, **kwargs))
+    return result
 
 
 def dequantize(

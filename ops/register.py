@@ -13,20 +13,37 @@ from ..compat import below_autograd, in_forward_mode
 from . import fake, quantize, schema
 from .arguments import ExpertsArguments
 from .checks import check_dequantize, check_experts
+from .humming import check_humming
 
 # define + impl, not custom_op: 4 us against 16 us a call, and a second registration fails loudly.
 _library: Final = torch.library.Library(schema.NAMESPACE, "DEF")
 for _schema in (schema.EXPERTS, schema.DEQUANTIZE, schema.NO_BACKWARD):
     _library.define(_schema)
+# It compiles kernels and converts weights when first called, which a CUDA graph cannot record.
+_library.define(schema.HUMMING_EXPERTS, tags=(torch.Tag.cudagraph_unsafe,))
 
 experts = torch.ops.int8moe.experts
+humming_experts = torch.ops.int8moe.humming_experts
 dequantize = torch.ops.int8moe.dequantize
+
+
+def operator_of(backend: str) -> torch._ops.OpOverload:
+    """Return the operator of a backend: int8moe::experts but for one that has its own."""
+    return humming_experts.default if backend == "humming" else experts.default
 
 
 def _experts_kernel(*args: Any, **kwargs: Any) -> Tensor:
     call = ExpertsArguments(*args, **kwargs)
     check_experts(call, traced=False)
     result: Tensor = registry.kernel(call.hidden_states.device.type)(call)
+    return result
+
+
+def _humming_kernel(*args: Any, **kwargs: Any) -> Tensor:
+    call = ExpertsArguments(*args, **kwargs)
+    check_experts(call, traced=False)
+    check_humming(call)
+    result: Tensor = registry.humming_kernel()(call)
     return result
 
 
@@ -58,23 +75,33 @@ class _ForwardOnly(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, names: tuple[str, ...], rest: dict[str, Any], *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, operator: Any, names: tuple[str, ...], rest: dict[str, Any], *tensors: Tensor
+    ) -> Tensor:
         ctx.like = [(tensor.shape, tensor.dtype) for tensor in tensors]
         with below_autograd():
-            result: Tensor = experts(**dict(zip(names, tensors, strict=True)), **rest)
+            result: Tensor = operator(**dict(zip(names, tensors, strict=True)), **rest)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[2:]
+        wanted = ctx.needs_input_grad[3:]
         grads = [
             torch.ops.int8moe.no_backward(grad.new_zeros(shape, dtype=dtype)) if want else None
             for want, (shape, dtype) in zip(wanted, ctx.like, strict=True)
         ]
-        return (None, None, *grads)
+        return (None, None, None, *grads)
 
 
 def _experts_autograd(*args: Any, **kwargs: Any) -> Tensor:
+    return _forward_only(experts, args, kwargs)
+
+
+def _humming_autograd(*args: Any, **kwargs: Any) -> Tensor:
+    return _forward_only(humming_experts, args, kwargs)
+
+
+def _forward_only(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if in_forward_mode():
         _refuse_tangents(args, kwargs)
     if torch.is_grad_enabled() and _wants_gradient(args, kwargs):
@@ -82,11 +109,11 @@ def _experts_autograd(*args: Any, **kwargs: Any) -> Tensor:
         tensors = {name: value for name, value in call.items() if isinstance(value, Tensor)}
         rest = {name: value for name, value in call.items() if name not in tensors}
         result: Tensor = _ForwardOnly.apply(  # type: ignore[no-untyped-call]
-            tuple(tensors), rest, *tensors.values()
+            operator, tuple(tensors), rest, *tensors.values()
         )
         return result
     with below_autograd():
-        result = experts(*args, **kwargs)
+        result = operator(*args, **kwargs)
     return result
 
 
@@ -114,9 +141,12 @@ def _wants_gradient(args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> bool:
 
 for _device in ("CPU", "CUDA"):
     _library.impl("experts", _experts_kernel, _device)
+    _library.impl("humming_experts", _humming_kernel, _device)
 _library.impl("experts", _experts_autograd, "Autograd")
+_library.impl("humming_experts", _humming_autograd, "Autograd")
 _library.impl("dequantize", _dequantize_kernel, "CompositeExplicitAutograd")
 _library.impl("no_backward", _no_backward_kernel, "CompositeExplicitAutograd")
 torch.library.register_fake("int8moe::experts", fake.experts, lib=_library)
+torch.library.register_fake("int8moe::humming_experts", fake.humming_experts, lib=_library)
 torch.library.register_fake("int8moe::dequantize", fake.dequantize, lib=_library)
 torch.library.register_fake("int8moe::no_backward", fake.no_backward, lib=_library)

@@ -18,6 +18,8 @@ DEQUANTIZE: Final = (
     "dequantize(Tensor codes, Tensor scale, *, ScalarType dtype, "
     'str activation_quant="token", Tensor? a_scale=None) -> Tensor'
 )
+# The same arguments and meaning, run by humming-kernels; see ops/humming.py for what it refuses.
+HUMMING_EXPERTS: Final = f"humming_{EXPERTS}"
 NO_BACKWARD: Final = "no_backward(Tensor grad) -> Tensor"
 
 ACTIVATION_QUANTS: Final = ("token", "tensor", "static", "none")

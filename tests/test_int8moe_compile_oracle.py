@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import logging
 from typing import Any
 
+import fake_humming
 import pytest
 import torch
 
@@ -34,7 +36,7 @@ CPU = DeviceFacts("cpu")
 H200 = DeviceFacts("cuda", (9, 0), "sm_90", 232_448, 132)
 MI300 = DeviceFacts("cuda", (9, 4), "gfx942:sramecc+:xnack-", 65_536, 304)
 NO_HUMMING = HummingBackend(importable=lambda name: False)
-BUILT_HUMMING = HummingBackend(importable=lambda name: name == "humming", built=True)
+HUMMING = HummingBackend(importable=lambda name: name == "humming")
 
 
 def choose(device: Any = CPU, backend: Any = "auto", keys: Any = W8A8, problem: Any = PROBLEM):
@@ -107,7 +109,7 @@ def test_the_next_backend_is_asked_and_the_reasons_are_kept(monkeypatch, caplog)
 
 
 def test_humming_stands_in_for_triton_where_its_own_needs_are_met(monkeypatch):
-    monkeypatch.setattr(oracle, "BACKENDS", (TritonBackend(), BUILT_HUMMING, CpuBackend()))
+    monkeypatch.setattr(oracle, "BACKENDS", (TritonBackend(), HUMMING, CpuBackend()))
     no_dot = dataclasses.replace(H200, int8_dot=False)
     choice = choose(no_dot)
     assert (choice.backend, list(choice.reasons)) == ("humming", ["triton"])
@@ -128,18 +130,30 @@ def test_humming_stands_in_for_triton_where_its_own_needs_are_met(monkeypatch):
         ({"problem": dataclasses.replace(PROBLEM, has_bias=True)}, "bias"),
         ({"problem": dataclasses.replace(PROBLEM, gated=False)}, "gated"),
         ({"problem": dataclasses.replace(PROBLEM, activation="gelu")}, "silu"),
+        (
+            {"problem": dataclasses.replace(PROBLEM, hidden_size=72)},
+            "16, got (72, 48)",
+        ),
+        ({"problem": dataclasses.replace(PROBLEM, intermediate_size=40)}, "got (64, 40)"),
     ],
 )
 def test_humming_refuses_with_a_reason(monkeypatch, change, word):
-    monkeypatch.setattr(oracle, "BACKENDS", (TritonBackend(), BUILT_HUMMING, CpuBackend()))
+    monkeypatch.setattr(oracle, "BACKENDS", (TritonBackend(), HUMMING, CpuBackend()))
     assert word in refusal(**{"device": H200, "backend": "humming", **change})
 
 
 def test_humming_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(oracle, "BACKENDS", (NO_HUMMING,))
-    assert "humming-kernels" in refusal(H200, backend="humming")
-    monkeypatch.setattr(oracle, "BACKENDS", (dataclasses.replace(BUILT_HUMMING, built=False),))
-    assert "not built yet" in refusal(H200, backend="humming")
+    message = refusal(H200, backend="humming")
+    assert 'humming-kernels is not installed: pip install "int8moe_compile[humming]"' in message
+
+
+def test_humming_is_accepted_when_importable_and_asked_for():
+    if importlib.util.find_spec("humming") is None:
+        assert "pip install" in refusal(H200, backend="humming")
+    with fake_humming.installed():
+        assert choose(H200, "humming").backend == "humming"
+        assert choose(H200).backend == "triton"
 
 
 ILLEGAL_KEYS = [

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from .. import registry
+from .. import passes, registry
 from ..ops.checks import FLOATS
+from ..ops.register import operator_of
 from ..oracle import MoeProblem, select_int8_moe_backend
 from ..schemes import INT8_DYNAMIC_TOKEN, INT8_STATIC_CHANNEL
 from .gates import UnknownGateError
@@ -57,13 +58,15 @@ def experts_forward(
 ) -> Tensor:
     """Run a module's experts: the operator where it can stand alone, otherwise transformers' code.
 
-    The operator runs in eager mode when no gradient is wanted. While compiling, the graph pass
-    decides; a gradient needs float weights; an unquantised module has no codes.
+    The operator runs in eager mode when no gradient is wanted, that of humming where enable() asked
+    for it. While compiling, the graph pass decides; a gradient needs float weights; an unquantised
+    module has no codes.
     """
     if not torch.compiler.is_compiling():
         arguments = _eager_arguments(self, hidden_states, top_k_weights)
         if arguments is not None:
-            result = torch.ops.int8moe.experts(
+            operator = operator_of(passes.asked_backend())
+            result = operator(
                 hidden_states, topk_weights=top_k_weights, topk_ids=top_k_index, **arguments
             )
             return cast(Tensor, result)

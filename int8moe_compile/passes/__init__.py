@@ -6,10 +6,21 @@ and put back on removal. Nothing of Inductor is imported before it is needed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from .joint import ExpertsPass
+
+AUTO: Final = "auto"
+
+
+def asked_backend() -> str:
+    """Return the backend of the pass that Inductor runs now, "auto" where there is none."""
+    if "torch._inductor.config" not in sys.modules:
+        return AUTO
+    active = installed()
+    return AUTO if active is None else active.backend
 
 
 def installed() -> ExpertsPass | None:

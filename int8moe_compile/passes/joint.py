@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from ..compat import compilation_error, computes_gradients, retrace_with_literals
 from ..fingerprint import package_hash
+from . import AUTO
 from .checks import Accepted, NamedBackendError, RefusedError, check_region
 from .notices import DEQUANTISED, GRADIENTS, warn_once
 from .numbers import hidden_number
@@ -21,7 +22,6 @@ from .rewrite import Rewriter
 log = logging.getLogger(__name__)
 
 Pass = Callable[[fx.Graph], None]
-AUTO: Final = "auto"
 
 
 class ExpertsPass(CustomGraphPass):

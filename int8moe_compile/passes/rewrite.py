@@ -1,4 +1,4 @@
-"""Replace a checked region by one call of int8moe.experts."""
+"""Replace a checked region by one call of int8moe.experts, or of a named backend's operator."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
+from ..ops.register import operator_of
 from .canonical import value
 from .checks import Accepted, RefusedError, is_metadata_assertion, marker_arguments
 from .region import Region, is_marker
@@ -31,9 +32,10 @@ class Rewriter:
         """
         output = accepted.region.output
         args, kwargs = self._arguments(accepted.region)
-        described = _describe(args, kwargs, value(output))
+        operator = operator_of(accepted.backend)
+        described = _describe(operator, args, kwargs, value(output))
         with self.graph.inserting_before(output):
-            call = self.graph.call_function(torch.ops.int8moe.experts.default, args, kwargs)
+            call = self.graph.call_function(operator, args, kwargs)
         call.meta.update({key: output.meta[key] for key in _KEPT_META if key in output.meta})
         call.meta["val"] = described
         output.replace_all_uses_with(call)
@@ -76,16 +78,18 @@ class Rewriter:
         return args, {name: argument for name, argument in given.items() if argument is not None}
 
 
-def _describe(args: tuple[fx.Node, ...], kwargs: dict[str, Any], like: Any) -> Any:
+def _describe(
+    operator: torch._ops.OpOverload, args: tuple[fx.Node, ...], kwargs: dict[str, Any], like: Any
+) -> Any:
     """Return the fake result of the call, which must be what the region computed."""
     fakes = [value(node) for node in args]
     options = {k: value(v) if isinstance(v, fx.Node) else v for k, v in kwargs.items()}
     mode = next(fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
     try:
         with mode:
-            result = torch.ops.int8moe.experts(*fakes, **options)
+            result = operator(*fakes, **options)
     except ValueError as error:
-        raise RefusedError(f"int8moe::experts does not take it: {error}") from error
+        raise RefusedError(f"{operator.name()} does not take it: {error}") from error
     if (result.dtype, result.dim(), result.device) != (like.dtype, like.dim(), like.device):
-        raise RefusedError(f"int8moe::experts gives {result.dtype}, the graph {like.dtype}")
+        raise RefusedError(f"{operator.name()} gives {result.dtype}, the graph {like.dtype}")
     return result
