@@ -79,10 +79,11 @@ FEW_EXPERTS_TABLE: Final[tuple[tuple[float, Tile, Tile], ...]] = (
     (float("inf"), Tile(128, 64, 128, 4, 3, 8), Tile(128, 256, 128, 8, 3, 8)),
 )
 # Activations in floating point: fp16 and bf16 on the tensor cores, fp32 without them. Depth tiles
-# of the tables above are cut for two bytes an activation, but few rows have tiles of their own: an
-# int8 row of 64 bytes is half a cache line, and a warp converts 32 columns for each row it loads.
+# of the tables above are cut for two bytes an activation. Few rows have tiles of their own, as an
+# int8 row of 64 bytes is half a cache line. By instructions a weight and programs a
+# multiprocessor as compiled offline, not swept yet.
 FLOAT_TABLE: Final[tuple[tuple[float, Tile, Tile], ...]] = (
-    (12, Tile(16, 64, 128, 4, 4), Tile(16, 128, 128, 4, 4)),
+    (12, Tile(16, 64, 128, 4, 4), Tile(16, 64, 256, 4, 3)),
     (24, Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4)),
 )
 FLOAT_K: Final = 64

@@ -90,6 +90,21 @@ def test_rows_follow_the_tokens_of_an_expert() -> None:
     assert rows[0] == 16 and rows[-1] == 128
 
 
+def test_few_rows_of_floats_are_as_deep_as_a_cache_line() -> None:
+    device = facts("sm_90")
+    for (E, K, H, width), tokens in itertools.product(SIZES[:4], (1, 16, 64)):
+        up = tiles.Product(tokens * K, E, H, width, 2, 2)
+        pair = tiles.choose_pair(up, tiles.Product(tokens * K, E, width, H, 1, 2), device)
+        for tile in pair:
+            assert tile.block_m <= 32 and tile.block_k >= 128
+        assert {tile.block_k for tile in tiles.candidates(up, device, pair[0].block_m)} == {
+            128,
+            256,
+        }
+    many = tiles.Product(8 * 4096, 128, 2048, 768, 2, 2)
+    assert tiles.choose(many, device).block_k == 64
+
+
 def test_depths_without_a_masked_tail() -> None:
     for depth in (2880, 2816, 1408, 704, 768, 7168):
         block_k = tiles.fitting_k(256, depth)
