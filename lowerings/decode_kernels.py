@@ -1,8 +1,9 @@
-"""A layer for few contributions in two launches: no routing, rows quantised where they are read.
+"""A layer for few contributions in two or three launches: no routing, no tile of tokens.
 
 T tokens, H hidden, I intermediate, E local experts, K experts per token. A program takes whole
-rows of a weight, so that nothing is padded to a tile of tokens; sums of codes are exact, and the
-epilogues are those of tile_products.py.
+rows of an expert's weights and one contribution, or all slots of one token. Codes come as words
+of four, of which dp4a multiplies and adds a pair in one instruction; sums of codes are exact, and
+the epilogues are those of tile_products.py.
 """
 
 from __future__ import annotations
@@ -10,50 +11,51 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .fused_tiles import rounded
 from .routing_kernels import local_expert
 from .tile_math import encode, magnitude_bits, scale_of
-from .tile_products import gated_value, weighted_value
+from .tile_products import gated_value, row_scales, split_panels, weight_rows, weighted_value
 
 
 @triton.jit
-def quantized_row(
-    x_ptrs,  # [R, BLOCK]
-    is_inside,  # [R, BLOCK]
-    scale_ptr,
-    QUANT: tl.constexpr,  # "token", "static" or "none"
-):
-    """Return rows [R, BLOCK] as codes or floats, and their scales [R, 1] or 1."""
-    x = tl.load(x_ptrs, mask=is_inside, other=0.0)
-    if QUANT == "none":
-        return x, 1.0
-    else:
-        wide = x.to(tl.float32)
-        if QUANT == "token":
-            scale = scale_of(tl.max(magnitude_bits(wide), axis=1))[:, None]
-        else:
-            scale = tl.load(scale_ptr) + tl.zeros((x.shape[0], 1), tl.float32)
-        return encode(wide, scale), scale
+def word_pointer(ptr: tl.tensor) -> tl.tensor:
+    """Return pointers to codes as pointers to words of four."""
+    return ptr.to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def row_sums(
-    a: tl.tensor,  # codes, or floats for weight-only experts
-    w: tl.tensor,  # codes
-    AXIS: tl.constexpr,
-    INTEGER: tl.constexpr,
-) -> tl.tensor:
-    """Return the sums of a * w along the depth: exact in int32, or in fp32."""
-    if INTEGER:
-        return tl.sum(a.to(tl.int32) * w.to(tl.int32), axis=AXIS)
+def word_products(a: tl.tensor, w: tl.tensor, DOT4: tl.constexpr) -> tl.tensor:
+    """Return the int32 sums of products of the four codes in each pair of words."""
+    if DOT4:
+        return tl.inline_asm_elementwise(
+            asm="dp4a.s32.s32 $0, $1, $2, 0;",
+            constraints="=r,r,r",
+            args=[a, w],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
     else:
-        return tl.sum(a.to(tl.float32) * w.to(tl.float32), axis=AXIS)
+        total = ((a << 24) >> 24) * ((w << 24) >> 24)
+        total += ((a << 16) >> 24) * ((w << 16) >> 24)
+        total += ((a << 8) >> 24) * ((w << 8) >> 24)
+        return total + (a >> 24) * (w >> 24)
+
+
+@triton.jit
+def packed_words(codes: tl.tensor, ROWS: tl.constexpr, WORDS: tl.constexpr) -> tl.tensor:
+    """Return int8 codes [ROWS, 4 * WORDS] as words [ROWS, WORDS]."""
+    by_byte = tl.reshape(codes, (ROWS, WORDS, 4)).to(tl.int32) & 255
+    shift = 8 * tl.arange(0, 4)
+    return tl.sum(by_byte << shift[None, None, :], axis=2)
 
 
 @triton.jit
 def decode_up_kernel(
-    out_ptr,  # [T*K, I] by contribution
-    x_ptr,
-    a_scale_ptr,  # "static": fp32 scale
+    out_ptr,  # [T*K, I] by contribution, in the result dtype, or codes if IS_STATIC
+    code_scale_ptr,  # IS_STATIC: one value
+    a_ptr,  # [T, H] codes, contiguous
+    a_scale_ptr,  # [T] fp32, or one value
     w_ptr,
     w_scale_ptr,
     bias_ptr,
@@ -67,8 +69,6 @@ def decode_up_kernel(
     width,
     stride_it,
     stride_ik,
-    stride_xm,
-    stride_xk,
     stride_we,
     stride_wn,
     up_offset,  # elements from a gate row to its up row
@@ -80,16 +80,18 @@ def decode_up_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
     HAS_MAP: tl.constexpr,
-    QUANT: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
+    DTYPE: tl.constexpr,  # name of the result dtype
+    IS_STATIC: tl.constexpr,  # quantised here by a given scale
+    DOT4: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # a whole row
 ):
     """First product of one contribution and some rows of its expert's weights.
 
-    h = dequantize(w13[expert] @ quantize(x[token])) + bias; out = round(f(h[:I]) * (h[I:] + beta))
+    h = dequantize(w13[expert] @ a[token]) + bias; out = round(f(h[:I]) * (h[I:] + beta))
     """
-    INTEGER: tl.constexpr = QUANT != "none"
     column_blocks = tl.cdiv(width, BLOCK_N)
     contribution = tl.program_id(0) // column_blocks
     found = local_expert(
@@ -107,32 +109,28 @@ def decode_up_kernel(
     )
     if found >= 0:
         expert = found.to(tl.int64)
-        column = tl.program_id(0) % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = tl.minimum(column, width - 1)
-        k = tl.arange(0, BLOCK_K)
-        k_mask = (k < depth)[None, :]
-        w_row = w_ptr + expert * stride_we + inside.to(tl.int64) * stride_wn
-        w_ptrs = w_row[:, None] + k[None, :]  # [BN, BK]
-        # Weights first: they are under way while the row is quantised.
-        gate_w = tl.load(w_ptrs, mask=k_mask, other=0)
-        up_w = gate_w
-        if GATED:
-            up_w = tl.load(w_ptrs + up_offset, mask=k_mask, other=0)
-        x_row = x_ptr + (contribution // top_k).to(tl.int64) * stride_xm
-        x_ptrs = x_row + k.to(tl.int64)[None, :] * stride_xk
-        a, a_scale = quantized_row(x_ptrs, k_mask, a_scale_ptr, QUANT)
-        gate = row_sums(a, gate_w, 1, INTEGER)[None, :]
-        up = gate
-        if GATED:
-            up = row_sums(a, up_w, 1, INTEGER)[None, :]
+        first = tl.program_id(0) % column_blocks * BLOCK_N
+        word = tl.arange(0, BLOCK_K // 4)[None, :]
+        is_inside = word < depth // 4
+        rows = weight_rows(
+            w_ptr, expert, first, width, stride_we, stride_wn, up_offset, GATED, BLOCK_N
+        )
+        w_words = word_pointer(rows)[:, None] + word
+        w = tl.load(w_words, mask=is_inside, other=0, eviction_policy="evict_first")
+        token = contribution // top_k
+        a_words = word_pointer(a_ptr + token.to(tl.int64) * depth) + word
+        a = tl.load(a_words, mask=is_inside, other=0)
+        sums = tl.sum(word_products(a, w, DOT4), axis=1)[None, :]
+        gate, up = split_panels(sums, GATED, 1, BLOCK_N)
+        column = first + tl.arange(0, BLOCK_N)
         value = gated_value(
             gate,
             up,
-            a_scale,
+            row_scales(a_scale_ptr, token + tl.arange(0, 1), True, HAS_ROW_SCALE),
             w_scale_ptr,
             bias_ptr,
             expert,
-            inside,
+            tl.minimum(column, width - 1),
             width,
             ALPHA,
             BETA,
@@ -141,12 +139,15 @@ def decode_up_kernel(
             GATED,
             HAS_BIAS,
             HAS_LIMIT,
-            INTEGER,
+            True,
             SCALE_COLUMNS,
         )
+        value = rounded(value, DTYPE)
+        if IS_STATIC:
+            scale = tl.load(code_scale_ptr) + tl.zeros((1, 1), tl.float32)
+            value = encode(value.to(tl.float32), scale)
         out_ptrs = out_ptr + contribution.to(tl.int64) * width + column[None, :]
-        mask = (column < width)[None, :]
-        tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptrs, value, mask=(column < width)[None, :])
 
 
 @triton.jit
@@ -167,8 +168,8 @@ def sum_of_slots(
 @triton.jit
 def decode_down_kernel(
     out_ptr,  # [T, H]
-    a_ptr,  # [T*K, I] by contribution: floats, or codes for "given" and "given-one"
-    a_scale_ptr,  # "given": [T*K] fp32; "static" and "given-one": one value
+    a_ptr,  # [T*K, I] by contribution: codes, or floats if IS_QUANTIZED_HERE
+    a_scale_ptr,  # [T*K] fp32, or one value; None if IS_QUANTIZED_HERE
     w_ptr,
     w_scale_ptr,
     bias_ptr,
@@ -188,8 +189,10 @@ def decode_down_kernel(
     stride_rk,
     HAS_BIAS: tl.constexpr,
     HAS_MAP: tl.constexpr,
-    QUANT: tl.constexpr,  # as above, or "given", "given-one": quantised before
+    HAS_ROW_SCALE: tl.constexpr,
+    IS_QUANTIZED_HERE: tl.constexpr,  # by a scale for each row
     SCALE_COLUMNS: tl.constexpr,
+    DOT4: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,  # K, or the next power of two
     BLOCK_N: tl.constexpr,
@@ -199,11 +202,9 @@ def decode_down_kernel(
 
     out = sum over slots of round((w2[expert] @ a dequantised + bias) * router weight)
     """
-    INTEGER: tl.constexpr = QUANT != "none"
     column_blocks = tl.cdiv(width, BLOCK_N)
     token = tl.program_id(0) // column_blocks
     first = tl.program_id(0) % column_blocks * BLOCK_N
-    k = tl.arange(0, BLOCK_K)
     slot = tl.arange(0, SLOTS)
     contribution = token * TOP_K + slot
     found = local_expert(
@@ -220,21 +221,27 @@ def decode_down_kernel(
         False,
     )
     # Weights of all slots first: they are under way while the rows are quantised.
+    word = tl.arange(0, BLOCK_K // 4)
     inside = tl.minimum(first + tl.arange(0, BLOCK_N), width - 1)
     expert = tl.maximum(found, 0).to(tl.int64)
-    row_mask = (found >= 0)[:, None] & (k < depth)[None, :]
+    word_mask = (found >= 0)[:, None] & (word < depth // 4)[None, :]
     w_rows = w_ptr + (expert * stride_we)[:, None] + inside.to(tl.int64)[None, :] * stride_wn
-    w = tl.load(w_rows[:, :, None] + k[None, None, :], mask=row_mask[:, None, :], other=0)
-    a_ptrs = a_ptr + contribution.to(tl.int64)[:, None] * depth + k[None, :]
-    if QUANT == "given":
-        a = tl.load(a_ptrs, mask=row_mask, other=0)
-        a_scale = tl.load(a_scale_ptr + contribution, mask=found >= 0, other=1.0)[:, None]
-    elif QUANT == "given-one":
-        a = tl.load(a_ptrs, mask=row_mask, other=0)
-        a_scale = tl.load(a_scale_ptr) + tl.zeros((SLOTS, 1), tl.float32)
+    w_words = word_pointer(w_rows)[:, :, None] + word[None, None, :]
+    w = tl.load(w_words, mask=word_mask[:, None, :], other=0, eviction_policy="evict_first")
+    a_rows = a_ptr + contribution.to(tl.int64)[:, None] * depth
+    if IS_QUANTIZED_HERE:
+        k = tl.arange(0, BLOCK_K)[None, :]
+        x = tl.load(a_rows + k, mask=(found >= 0)[:, None] & (k < depth), other=0.0)
+        x = x.to(tl.float32)
+        a_scale = scale_of(tl.max(magnitude_bits(x), axis=1))[:, None]
+        a = packed_words(encode(x, a_scale), SLOTS, BLOCK_K // 4)
     else:
-        a, a_scale = quantized_row(a_ptrs, row_mask, a_scale_ptr, QUANT)
-    sums = row_sums(a[:, None, :], w, 2, INTEGER)  # [K, BN]
+        a = tl.load(word_pointer(a_rows) + word[None, :], mask=word_mask, other=0)
+        live = tl.where(found >= 0, contribution, 0)
+        a_scale = row_scales(a_scale_ptr, live, True, HAS_ROW_SCALE) + tl.zeros(
+            (SLOTS, 1), tl.float32
+        )
+    sums = tl.sum(word_products(a[:, None, :], w, DOT4), axis=2)  # [K, BN]
     # From here on one row of K * BN elements: the epilogue takes one.
     element = tl.arange(0, SLOTS * BLOCK_N)
     slot = element // BLOCK_N
@@ -244,11 +251,9 @@ def decode_down_kernel(
     is_live = tl.reshape(
         tl.broadcast_to((found >= 0)[:, None], (SLOTS, BLOCK_N)), (SLOTS * BLOCK_N,)
     )
-    if INTEGER:
-        a_scale = tl.reshape(tl.broadcast_to(a_scale, (SLOTS, BLOCK_N)), (1, SLOTS * BLOCK_N))
     value = weighted_value(
         tl.reshape(sums, (1, SLOTS * BLOCK_N)),
-        a_scale,
+        tl.reshape(tl.broadcast_to(a_scale, (SLOTS, BLOCK_N)), (1, SLOTS * BLOCK_N)),
         w_scale_ptr,
         bias_ptr,
         weights_ptr,
@@ -261,7 +266,7 @@ def decode_down_kernel(
         stride_rk,
         HAS_BIAS,
         False,
-        INTEGER,
+        True,
         SCALE_COLUMNS,
     )
     weight_ptrs = weights_ptr + token.to(tl.int64) * stride_rt + slot * stride_rk

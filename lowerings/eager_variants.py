@@ -67,6 +67,10 @@ class EagerHost:
         """Return how many multiprocessors the device has."""
         return eager.facts_of(self.device).multiprocessors or FEW_MULTIPROCESSORS
 
+    def has_dot4(self) -> bool:
+        """Return whether the device has dp4a: every CUDA device, not Triton's interpreter."""
+        return self.device.type == "cuda" and torch.version.hip is None
+
     def column_name(self, scale: Tensor, weight: Tensor) -> str:
         """Name how a scale belongs to its weight."""
         return eager.scale_columns(scale.shape[1], weight.shape[1])
@@ -96,7 +100,7 @@ def experts(call: ExpertsArguments, variant: variants.Variant) -> Tensor | None:
         return None
     host = EagerHost(call)
     if variant.name == "decode":
-        output: Tensor = variant_layers.decode(host, variant)
+        output: Tensor = variant_layers.decode(host, variant, None)
         return output
     plan = routing.plan(
         call.topk_ids,

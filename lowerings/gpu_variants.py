@@ -139,6 +139,10 @@ class GraphHost:
         """Return how many multiprocessors the device has."""
         return self.facts.multiprocessors or FEW_MULTIPROCESSORS
 
+    def has_dot4(self) -> bool:
+        """Return whether the device has dp4a."""
+        return not tiles.is_rocm(self.facts)
+
     def column_name(self, scale: Any, weight: Any) -> str:
         """Name how a scale belongs to its weight."""
         return scale_columns(self.size(scale)[1], self.size(weight)[1])

@@ -54,6 +54,9 @@ class Host(Protocol):
     def multiprocessors(self) -> int:
         """Return how many multiprocessors the device has."""
 
+    def has_dot4(self) -> bool:
+        """Return whether the device multiplies words of four codes in one instruction, dp4a."""
+
     def column_name(self, scale: Any, weight: Any) -> str:
         """Return how a scale belongs to its weight."""
 
@@ -272,8 +275,11 @@ def second_product(
     return parts
 
 
-def decode(host: Host, variant: variants.Variant) -> Any:
-    """Launch a layer of few contributions; returns [T, H]."""
+def decode(host: Host, variant: variants.Variant, rows: Any | None) -> Any:
+    """Launch a layer of few contributions; returns [T, H].
+
+    rows: (codes, scale, whether it has one for each row) by token; None: quantise them.
+    """
     call = host.call
     tokens, top_k = host.size(call.topk_ids)
     contributions = tokens * top_k
@@ -289,41 +295,51 @@ def decode(host: Host, variant: variants.Variant) -> Any:
         "stride_it": stride_it,
         "stride_ik": stride_ik,
         "HAS_MAP": known is not None,
+        "DOT4": host.has_dot4(),
     }
-    middle = _decode_up(host, variant.up, routed)
-    values, scale, quant = middle, call.a2_scale, call.activation_quant
-    if quant != "none" and variant.is_requantized_apart:
-        values = host.empty(*host.size(middle), dtype=torch.int8)
-        if quant == "token":
-            scale = host.empty(contributions, dtype=torch.float32)
-        quant = "given" if quant == "token" else "given-one"
-        _requantize(host, middle, values, scale, None)
-    return _decode_down(host, variant.down, routed, values, scale, quant)
+    is_token = call.activation_quant == "token"
+    if rows is None:
+        rows = _codes(host, host.contiguous(call.hidden_states), call.a13_scale)
+    values, scale = _decode_up(host, variant.up, routed, rows), call.a2_scale
+    is_quantized_here = is_token and not variant.is_requantized_apart
+    if is_token and not is_quantized_here:
+        values, scale, _ = _codes(host, values, None)
+    return _decode_down(host, variant.down, routed, values, scale, is_quantized_here)
 
 
-def _decode_up(host: Host, tile: Tile, routed: dict[str, Any]) -> Any:
+def _codes(host: Host, x: Any, given: Any | None) -> tuple[Any, Any, bool]:
+    """Quantise rows in a launch of their own, by a given scale or one for each row."""
+    codes = host.empty(*host.size(x), dtype=torch.int8)
+    scale = host.empty(host.size(x)[0], dtype=torch.float32) if given is None else given
+    _requantize(host, x, codes, scale, None)
+    return codes, scale, given is None
+
+
+def _decode_up(host: Host, tile: Tile, routed: dict[str, Any], rows: Any) -> Any:
     call = host.call
+    values, scale, is_per_row = rows
     _, w_rows, depth = host.size(call.w13)
     width = w_rows // 2 if call.gated else w_rows
     contributions = routed["num_contributions"]
-    stride_xm, stride_xk = host.strides(call.hidden_states)
-    out = host.empty(contributions, width, dtype=host.dtype)
+    is_static = call.activation_quant == "static"
+    out = host.empty(contributions, width, dtype=torch.int8 if is_static else host.dtype)
     weight = _weight(host, "w13", tile)
     arguments = {
         "out_ptr": out,
-        "x_ptr": call.hidden_states,
-        "a_scale_ptr": call.a13_scale,
+        "code_scale_ptr": call.a2_scale,
+        "a_ptr": values,
+        "a_scale_ptr": scale,
         "w_ptr": weight.pop("w"),
         **weight,
         **routed,
         "top_k": host.size(call.topk_ids)[1],
         "depth": depth,
         "width": width,
-        "stride_xm": stride_xm,
-        "stride_xk": stride_xk,
         "up_offset": width * weight["stride_wn"],
         **_gate(call),
-        "QUANT": call.activation_quant,
+        "HAS_ROW_SCALE": is_per_row,
+        "DTYPE": str(host.dtype).removeprefix("torch."),
+        "IS_STATIC": is_static,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
     }
@@ -333,7 +349,12 @@ def _decode_up(host: Host, tile: Tile, routed: dict[str, Any]) -> Any:
 
 
 def _decode_down(
-    host: Host, tile: Tile, routed: dict[str, Any], values: Any, scale: Any, quant: str
+    host: Host,
+    tile: Tile,
+    routed: dict[str, Any],
+    values: Any,
+    scale: Any,
+    is_quantized_here: bool,
 ) -> Any:
     call = host.call
     tokens, top_k = host.size(call.topk_ids)
@@ -353,7 +374,8 @@ def _decode_down(
         "width": width,
         "stride_rt": stride_rt,
         "stride_rk": stride_rk,
-        "QUANT": quant,
+        "HAS_ROW_SCALE": call.activation_quant == "token",
+        "IS_QUANTIZED_HERE": is_quantized_here,
         "TOP_K": top_k,
         "SLOTS": 1 << (top_k - 1).bit_length(),
         "BLOCK_N": tile.block_n,

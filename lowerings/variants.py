@@ -20,7 +20,7 @@ from ..oracle import DeviceFacts
 from . import tiles
 from .tiles import Product, Tile
 
-# A tensor descriptor's rows start at multiples of so many bytes.
+# A tensor descriptor's rows start at multiples of so many bytes, as do loads of words of codes.
 DESCRIPTOR_BYTES: Final = 16
 # Columns that a program quantises or multiplies as one block.
 SPREAD_COLUMNS: Final = 8192
@@ -109,7 +109,7 @@ def label(variant: Variant) -> str:
     up, down = variant.up, variant.down
     if variant.name == "decode":
         tail = "+q" if variant.is_requantized_apart else ""
-        return f"decode {up.block_n}/{down.block_n}{tail}"
+        return f"decode {up.block_n}w{up.num_warps}/{down.block_n}w{down.num_warps}{tail}"
     loads = up.loads if up.loads == down.loads else f"{up.loads}/{down.loads}"
     return f"fused {loads} {up.block_m}x{tile_label(up)}/{tile_label(down)}"
 
@@ -126,8 +126,9 @@ def takes(variant: Variant, up: Product, down: Product, device: DeviceFacts, has
         return True
     if variant.name == "decode":
         fits = up.depth <= SPREAD_COLUMNS and down.depth <= WHOLE_ROW
-        is_plain = not has.is_int8_input and not has.is_weight_on_input
-        return fits and is_plain and has.quant in ("token", "static", "none")
+        is_even = up.depth % DESCRIPTOR_BYTES == 0 and down.depth % DESCRIPTOR_BYTES == 0
+        is_plain = not has.is_int8_input and not has.is_weight_on_input and has.has_plain_weights
+        return fits and is_even and is_plain and has.quant in ("token", "static")
     loads = {variant.up.loads, variant.down.loads}
     if loads != {"pointers"}:
         major = (device.capability or (0, 0))[0]
@@ -196,11 +197,13 @@ def _decode(up: Product, down: Product) -> Iterator[Variant]:
     if up.contributions > DECODE_CONTRIBUTIONS:
         return
     up_k, down_k = whole_row(up.depth), whole_row(down.depth)
-    for width, apart in ((4, False), (4, True), (8, True), (2, True)):
-        warps = 4 if up_k <= 2048 else 8
-        first = Tile(1, width, up_k, warps, 1)
-        second = Tile(1, width, down_k, 4 if down_k <= 1024 else 8, 1)
-        yield Variant("decode", first, second, apart)
+    for (up_n, up_w), (down_n, down_w), is_apart in (
+        ((4, 2), (4, 8), False),
+        ((4, 2), (4, 8), True),
+        ((8, 4), (8, 8), True),
+    ):
+        first, second = Tile(1, up_n, up_k, up_w, 1), Tile(1, down_n, down_k, down_w, 1)
+        yield Variant("decode", first, second, is_apart)
 
 
 def _fused(up: Product, down: Product, default: Variant) -> Iterator[Variant]:

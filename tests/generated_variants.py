@@ -74,6 +74,7 @@ def test_generated_kernels_compile(name: str, tmp_path: Path) -> None:
                 assert ".target sm_90" in text
                 # A graph passes numbers in fp64, and one of them takes a whole tile along.
                 assert ".f64" not in text
+                assert ("dp4a.s32.s32" in text) == kernel.fn.__name__.startswith("decode")
 
 
 def test_one_graph_launches_by_the_number_of_tokens() -> None:
