@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import weakref
@@ -10,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import fake_humming
+import offline
 import own_process
 import pytest
 import torch
@@ -27,6 +29,7 @@ from int8moe_compile.lowerings.humming_weights import (
     split_scale,
 )
 from int8moe_compile.ops import register
+from int8moe_compile.ops.arguments import ExpertsArguments
 
 HUMMING = torch.ops.int8moe.humming_experts
 BF16 = torch.bfloat16
@@ -39,6 +42,38 @@ def test_the_layer_in_the_interpreter() -> None:
 def test_pretended_graphs() -> None:
     hidden = {"CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     own_process.run("pretended_humming.py", **hidden)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_the_kernels_compile(arch: str) -> None:
+    from int8moe_compile.lowerings import humming as layer
+    from int8moe_compile.lowerings import humming_kernels
+
+    def multiply(*given: Any) -> Tensor:
+        rows, outputs, top_k, dtype = given[1], *given[4:]
+        return torch.empty(rows.values.shape[0] * top_k, outputs, dtype=dtype)
+
+    names = [name for name in vars(humming_kernels) if name.endswith("_kernel")]
+    with (
+        fake_humming.installed(block_m=40),
+        mock.patch.object(layer, "multiply", multiply),
+        offline._recording(offline.facts_of(arch)) as log,
+        contextlib.ExitStack() as stack,
+    ):
+        for name in names:
+            recorder = offline._Recorder(getattr(humming_kernels, name), log)
+            stack.enter_context(mock.patch.object(humming_kernels, name, recorder))
+        case = problem(1, T=70, H=1040, I=1040, limit=7.0)
+        layer.experts(ExpertsArguments(*case.args, **case.options))
+    mine = [launch for launch in log if launch.kernel.__name__ in names]
+    assert [launch.kernel.__name__ for launch in mine] == [
+        "lists_kernel",
+        "gate_kernel",
+        "lists_kernel",
+        "sum_kernel",
+    ]
+    for launch in mine:
+        assert offline.assembly(offline.compile_launch(launch, arch))
 
 
 def test_the_schema_is_that_of_experts() -> None:
