@@ -147,13 +147,17 @@ def test_descriptors_of_weights_alone_and_static_codes() -> None:
 
 
 @pytest.mark.parametrize("is_apart", [False, True])
-def test_decode_takes_two_or_three_launches(is_apart: bool) -> None:
+def test_decode_takes_three_or_four_launches(is_apart: bool) -> None:
+    """Both products, the tokens' quantisation, and the intermediate's unless the second has it."""
     variant = Variant("decode", Tile(1, 4, 512, 4, 1), Tile(1, 4, 256, 4, 1), is_apart)
-    found = compiled(call(1), variant)
-    expected = {"decode_up_kernel", "decode_down_kernel"}
-    assert set(found) == (expected | {"requantize_kernel"} if is_apart else expected)
-    for name in expected:
-        assert "ld.global.v4" in found[name][0] or "ld.global.v2.b64" in found[name][0]
+    with variants.forced(variant):
+        launches = offline.record(call(1), "sm_90")
+    names = [launch.kernel.__name__ for launch in launches]
+    quantize, middle = "requantize_kernel", ["requantize_kernel"] if is_apart else []
+    assert names == [quantize, "decode_up_kernel", *middle, "decode_down_kernel"]
+    for name, (text, _) in compiled(call(1), variant).items():
+        if name != quantize:
+            assert re.search(r"ld\.global\S*evict_first\S*\.v4", text)
 
 
 def test_generated_source_of_variants() -> None:
