@@ -6,6 +6,7 @@ their own format; only time is compared here, results are compared by the tests.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -102,7 +103,9 @@ def hugging_face(shape: Shape) -> Run:
 class Humming:
     """humming-kernels' indexed INT8 products, with its own quantising kernels and a plain sum.
 
-    Its lists of rows are made outside the measured graph: its routing is not counted.
+    Its lists of rows are made outside the measured graph: its routing is not counted. Unlike this
+    package's backend of that name it takes its fastest products, with bf16 scales by channel and
+    sums that may be split between programs.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -118,31 +121,13 @@ class Humming:
         )
 
     def _layer(self, n: int, k: int) -> tuple[Any, dict[str, Tensor]]:
-        from humming.schema import HummingWeightSchema
-        from humming.transform import transform_humming_tensors
+        from int8moe_compile.lowerings.humming_weights import convert_codes
 
-        parts: list[dict[str, Tensor]] = []
-        step = next(size for size in (8, 6, 4, 2, 1) if self.shape.experts % size == 0)
-        for _ in range(0, self.shape.experts, step):
-            part = self.config(n, k, step)
-            schema = HummingWeightSchema(
-                b_dtype=part.b_dtype,
-                bs_dtype=part.bs_dtype,
-                weight_scale_group_size=part.weight_scale_group_size,
-                weight_scale_group_size_n=part.weight_scale_group_size_n,
-                weight_scale_type=part.weight_scale_type,
-                weight_scale_2_type=part.weight_scale_2_type,
-                has_zero_point=part.has_zero_point,
-                is_fp_zero_point=part.is_fp_zero_point,
-            )
-            weight = torch.randn(step, n, k, device="cuda", dtype=torch.bfloat16) * 0.02
-            tensors = schema.quant_tensor(
-                weight, schema, torch.bfloat16, allow_negative_scale=False
-            )
-            transformed = transform_humming_tensors(part, tensors)
-            parts.append({name: t for name, t in transformed.items() if t is not None})
-        joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        return self.config(n, k, self.shape.experts), joined
+        E = self.shape.experts
+        codes = torch.randint(-127, 128, (E, n, k), dtype=torch.int8, device="cuda")
+        scale = torch.rand(E, n, 1, device="cuda") / (60 * k**0.5)
+        config = functools.partial(self.config, n, k)
+        return config(E), convert_codes(codes, scale.to(torch.bfloat16), config)
 
     @staticmethod
     def config(n: int, k: int, experts: int) -> Any:
@@ -161,20 +146,16 @@ class Humming:
         )
 
     @staticmethod
-    def kernel(layer: Any, rows: int) -> tuple[Any, dict[str, Any]]:
-        """Compile the product of so many rows, or find it in humming's cache on disk."""
-        from humming.config import ComputeConfig
-        from humming.kernel.humming import HummingKernel
-        from humming.tune import get_heuristics_config
+    def kernel(layer: Any, rows: int) -> tuple[Tensor, int]:
+        """Compile the product of so many rows, or find it in humming's cache on disk.
 
-        values = get_heuristics_config(layer, shape_m=rows, gemm_type="indexed")
-        prepared = HummingKernel.prepare_kernels(
-            layer.to_str(),
-            ComputeConfig(gemm_type="indexed").to_str(),
-            [(0, 1 << 30, values | {"use_batch_invariant": False})],
-            device=torch.cuda.current_device(),
-        )
-        return prepared.reshape(-1, 4)[0], values
+        Returns what to launch and the rows of a tile.
+        """
+        from int8moe_compile.lowerings.humming_weights import compiled_product
+
+        device = torch.cuda.current_device()
+        product = compiled_product(layer, rows, device, is_batch_invariant=False)
+        return product.launch, product.block_m
 
     def prepare(self, ids: Tensor) -> Run:
         """Return the layer for one routing; the rows' lists are part of the function."""
@@ -185,10 +166,8 @@ class Humming:
         rows = ids.numel()
         launches = []
         for layer, tensors in (self.up, self.down):
-            kernel, values = self.kernel(layer, rows)
-            lists = generate_moe_tensors(
-                ids.int(), layer.num_experts, "indexed", values["block_shape"][0]
-            )
+            kernel, block_m = self.kernel(layer, rows)
+            lists = generate_moe_tensors(ids.int(), layer.num_experts, "indexed", block_m)
             names = ("sorted_ids", "expert_ids", "num_tokens_padded")
             launches.append((kernel, tensors, dict(zip(names, lists[2:], strict=True))))
         locks = torch.zeros(2048, dtype=torch.int32, device="cuda")
