@@ -16,7 +16,7 @@ import triton.language as tl
 from gpu_cases import CASES
 from support import Problem, assert_close
 
-from int8moe_compile.lowerings import eager, tile_math, variants
+from int8moe_compile.lowerings import eager, tile_math, tiles, variants
 from int8moe_compile.lowerings.tiles import Tile
 from int8moe_compile.lowerings.variants import Variant
 from int8moe_compile.ops.arguments import ExpertsArguments
@@ -52,6 +52,8 @@ FEW = ("token-bfloat16", "static-bfloat16")
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "facts_of", lambda device: HOPPER)
+    # The interpreter has no assembly.
+    monkeypatch.setattr(tiles, "packs_codes", lambda device, a_bytes: False)
     eager._layer_variant.cache_clear()
 
 
