@@ -54,6 +54,22 @@ def test_what_it_cannot_run_is_an_error(name: str, scheme: str, word: str) -> No
         rewritten(name, scheme)
 
 
+def test_what_only_its_operator_refuses_is_an_error() -> None:
+    """One weight per channel, the other per tensor: the oracle is asked with the finer key."""
+    experts: Any = hf_models.build_experts(hf_models.experts_class("Qwen3MoeExperts"))
+    quantize_(experts)
+    coarse = torch.ones(hf_models.EXPERTS, 1)
+    experts.down_proj_scale = torch.nn.Parameter(coarse, requires_grad=False)
+    inputs = hf_models.routed()
+    with fake_humming.installed(), no_gpu():
+        on_cuda(experts)
+        given = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in inputs]
+        with pytest.raises(ValueError, match=r"w2_scale: wanted one value a row, shape \[8, 64\]"):
+            run(experts, *given, experts_pass=ExpertsPass("humming"))
+        quiet = run(experts, *given, experts_pass=ExpertsPass("humming", raises=False))
+    assert "w2_scale: wanted" in str(quiet.reasons[0])
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_the_operator_itself_is_traced(dynamic: bool) -> None:
     case = problem(1, T=7, H=64, I=48)

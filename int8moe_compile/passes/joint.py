@@ -55,7 +55,7 @@ class ExpertsPass(CustomGraphPass):
         _retrace_hidden_numbers(graph, regions)
         checked = [self._check(found, order) for found in regions]
         rewriter = Rewriter(graph)
-        outcomes = [_rewrite(rewriter, verdict) for verdict in checked]
+        outcomes = [self._rewrite(rewriter, verdict) for verdict in checked]
         self._keep(outcomes)
         if self.raises:
             _warn(outcomes)
@@ -92,6 +92,21 @@ class ExpertsPass(CustomGraphPass):
             # Hugging Face's code is traced to compare with it, and may raise anything.
             return Outcome(found.name, rewritten=False, reason=failure(error))
 
+    def _rewrite(self, rewriter: Rewriter, verdict: Accepted | Outcome) -> Outcome:
+        """Rewrite what was accepted, and say so."""
+        if isinstance(verdict, Outcome):
+            return verdict
+        name = verdict.region.name
+        try:
+            rewriter.rewrite(verdict)
+        except RefusedError as refused:
+            return Outcome(name, rewritten=False, reason=str(refused))
+        except NamedBackendError as error:
+            if not self.raises or self.backend == AUTO:
+                return Outcome(name, rewritten=False, reason=str(error))
+            raise compilation_error(str(error)) from error
+        return Outcome(name, rewritten=True, backend=verdict.backend)
+
     def _keep(self, outcomes: list[Outcome]) -> None:
         for outcome in outcomes:
             name = outcome.name or "experts"
@@ -117,18 +132,6 @@ def _warn(outcomes: list[Outcome]) -> None:
         if not outcome.rewritten:
             name, reason = outcome.name or "experts", str(outcome.reason)
             warn_once(DEQUANTISED.format(name=name, reason=reason), about=reason)
-
-
-def _rewrite(rewriter: Rewriter, verdict: Accepted | Outcome) -> Outcome:
-    """Rewrite what was accepted, and say so."""
-    if isinstance(verdict, Outcome):
-        return verdict
-    name = verdict.region.name
-    try:
-        rewriter.rewrite(verdict)
-    except RefusedError as refused:
-        return Outcome(name, rewritten=False, reason=str(refused))
-    return Outcome(name, rewritten=True, backend=verdict.backend)
 
 
 def as_passes(slot: Any) -> tuple[Pass, ...]:

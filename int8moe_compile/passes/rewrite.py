@@ -10,8 +10,15 @@ from torch import fx
 from torch._subclasses import FakeTensor
 
 from ..ops.register import operator_of
+from . import AUTO
 from .canonical import value
-from .checks import Accepted, RefusedError, is_metadata_assertion, marker_arguments
+from .checks import (
+    Accepted,
+    NamedBackendError,
+    RefusedError,
+    is_metadata_assertion,
+    marker_arguments,
+)
 from .region import Region, is_marker
 
 _KEPT_META = ("nn_module_stack", "stack_trace", "original_aten", "from_node", "seq_nr", "source_fn")
@@ -28,7 +35,8 @@ class Rewriter:
     def rewrite(self, accepted: Accepted) -> None:
         """Put the operator in the place of a region's output.
 
-        Raises RefusedError, with the graph unchanged, if the operator does not take the arguments.
+        Raises RefusedError, with the graph unchanged, if the operator does not take the arguments,
+        or NamedBackendError if int8moe::experts might, but not a backend's own operator.
         """
         output = accepted.region.output
         args, kwargs = self._arguments(accepted.region)
@@ -89,7 +97,8 @@ def _describe(
         with mode:
             result = operator(*fakes, **options)
     except ValueError as error:
-        raise RefusedError(f"{operator.name()} does not take it: {error}") from error
+        kind = RefusedError if operator is operator_of(AUTO) else NamedBackendError
+        raise kind(f"{operator.name()} does not take it: {error}") from error
     if (result.dtype, result.dim(), result.device) != (like.dtype, like.dim(), like.device):
         raise RefusedError(f"{operator.name()} gives {result.dtype}, the graph {like.dtype}")
     return result
