@@ -80,11 +80,14 @@ FEW_EXPERTS_TABLE: Final[tuple[tuple[float, Tile, Tile], ...]] = (
 )
 # Activations in floating point: fp16 and bf16 on the tensor cores, fp32 without them. Depth tiles
 # of the tables above are cut for two bytes an activation. Few rows have tiles of their own, as an
-# int8 row of 64 bytes is half a cache line. By instructions a weight and programs a
-# multiprocessor as compiled offline, not swept yet.
+# int8 row of 64 bytes is half a cache line (benchmarks/sweep_tiles.py --quant none, H200).
 FLOAT_TABLE: Final[tuple[tuple[float, Tile, Tile], ...]] = (
-    (12, Tile(16, 64, 128, 4, 4), Tile(16, 64, 256, 4, 3)),
-    (24, Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4)),
+    (12, Tile(16, 64, 256, 4, 3), Tile(16, 64, 128, 4, 4)),
+    (24, Tile(32, 64, 256, 4, 3), Tile(32, 128, 128, 4, 4)),
+)
+FEW_EXPERTS_FLOAT_TABLE: Final = (
+    (12, Tile(16, 64, 256, 4, 3), Tile(16, 64, 256, 4, 4)),
+    *FLOAT_TABLE[1:],
 )
 FLOAT_K: Final = 64
 FP32_TILE: Final = Tile(16, 32, 32, 4, 2)
@@ -189,8 +192,10 @@ def choose(product: Product, device: DeviceFacts, block_m: int | None = None) ->
     if product.a_bytes == 4:
         tile = FP32_TILE
     else:
-        table = FEW_EXPERTS_TABLE if product.experts <= FEW_EXPERTS else TABLE
-        table = FLOAT_TABLE + table if product.a_bytes == 2 else table
+        is_few = product.experts <= FEW_EXPERTS
+        table = FEW_EXPERTS_TABLE if is_few else TABLE
+        if product.a_bytes == 2:
+            table = (FEW_EXPERTS_FLOAT_TABLE if is_few else FLOAT_TABLE) + table
         _, first, second = next(row for row in table if rows <= row[0])
         tile = first if product.panels == 2 else second
         if product.a_bytes == 2 and tile.block_m > FLOAT_TABLE[-1][1].block_m:
