@@ -1,4 +1,4 @@
-"""A layer for few contributions in two or three launches: no routing, no tile of tokens.
+"""A layer for few contributions: no routing, no tile of tokens, the sum over slots in a product.
 
 T tokens, H hidden, I intermediate, E local experts, K experts per token. A program takes whole
 rows of an expert's weights and one contribution, or all slots of one token. Codes come as words
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .fused_tiles import rounded
 from .routing_kernels import local_expert
-from .tile_math import encode, magnitude_bits, scale_of
+from .tile_math import code_unit, codes_to_float, encode
 from .tile_products import gated_value, row_scales, split_panels, weight_rows, weighted_value
 
 
@@ -43,19 +43,39 @@ def word_products(a: tl.tensor, w: tl.tensor, DOT4: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def packed_words(codes: tl.tensor, ROWS: tl.constexpr, WORDS: tl.constexpr) -> tl.tensor:
-    """Return int8 codes [ROWS, 4 * WORDS] as words [ROWS, WORDS]."""
-    by_byte = tl.reshape(codes, (ROWS, WORDS, 4)).to(tl.int32) & 255
-    shift = 8 * tl.arange(0, 4)
-    return tl.sum(by_byte << shift[None, None, :], axis=2)
+def row_sums(
+    a_rows,  # [R, 1, 1] pointers to codes, or to floats
+    w_rows,  # [R, N, 1] pointers to codes
+    is_live,  # [R, 1, 1], or a scalar
+    depth,
+    INTEGER: tl.constexpr,
+    DOT4: tl.constexpr,
+    PACKED: tl.constexpr,  # not INTEGER: see codes_to_float
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """Return the sums [R, N] of products along whole rows: exact in int32, or in fp32."""
+    if INTEGER:
+        word = tl.arange(0, BLOCK_K // 4)[None, None, :]
+        mask = is_live & (word < depth // 4)
+        w = tl.load(word_pointer(w_rows) + word, mask, other=0, eviction_policy="evict_first")
+        a = tl.load(word_pointer(a_rows) + word, mask, other=0)
+        return tl.sum(word_products(a, w, DOT4), axis=2)
+    else:
+        k = tl.arange(0, BLOCK_K)[None, None, :]
+        mask = is_live & (k < depth)
+        w = tl.load(w_rows + k, mask, other=0, eviction_policy="evict_first")
+        a = tl.load(a_rows + k, mask, other=0.0)
+        floats = codes_to_float(w, a.dtype, PACKED).to(tl.float32)
+        sums = tl.sum(a.to(tl.float32) * floats, axis=2)
+        return sums * code_unit(a.dtype, PACKED)
 
 
 @triton.jit
 def decode_up_kernel(
     out_ptr,  # [T*K, I] by contribution, in the result dtype, or codes if IS_STATIC
     code_scale_ptr,  # IS_STATIC: one value
-    a_ptr,  # [T, H] codes, contiguous
-    a_scale_ptr,  # [T] fp32, or one value
+    a_ptr,  # [T, H] codes or floats, contiguous
+    a_scale_ptr,  # INTEGER: [T] fp32, or one value
     w_ptr,
     w_scale_ptr,
     bias_ptr,
@@ -84,7 +104,9 @@ def decode_up_kernel(
     SCALE_COLUMNS: tl.constexpr,
     DTYPE: tl.constexpr,  # name of the result dtype
     IS_STATIC: tl.constexpr,  # quantised here by a given scale
+    INTEGER: tl.constexpr,
     DOT4: tl.constexpr,
+    PACKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # a whole row
 ):
@@ -110,23 +132,27 @@ def decode_up_kernel(
     if found >= 0:
         expert = found.to(tl.int64)
         first = tl.program_id(0) % column_blocks * BLOCK_N
-        word = tl.arange(0, BLOCK_K // 4)[None, :]
-        is_inside = word < depth // 4
+        token = contribution // top_k
         rows = weight_rows(
             w_ptr, expert, first, width, stride_we, stride_wn, up_offset, GATED, BLOCK_N
         )
-        w_words = word_pointer(rows)[:, None] + word
-        w = tl.load(w_words, mask=is_inside, other=0, eviction_policy="evict_first")
-        token = contribution // top_k
-        a_words = word_pointer(a_ptr + token.to(tl.int64) * depth) + word
-        a = tl.load(a_words, mask=is_inside, other=0)
-        sums = tl.sum(word_products(a, w, DOT4), axis=1)[None, :]
+        a_row = a_ptr + (token + tl.arange(0, 1)).to(tl.int64) * depth
+        sums = row_sums(
+            a_row[:, None, None],
+            rows[None, :, None],
+            True,
+            depth,
+            INTEGER,
+            DOT4,
+            PACKED,
+            BLOCK_K,
+        )
         gate, up = split_panels(sums, GATED, 1, BLOCK_N)
         column = first + tl.arange(0, BLOCK_N)
         value = gated_value(
             gate,
             up,
-            row_scales(a_scale_ptr, token + tl.arange(0, 1), True, HAS_ROW_SCALE),
+            row_scales(a_scale_ptr, token + tl.arange(0, 1), INTEGER, HAS_ROW_SCALE),
             w_scale_ptr,
             bias_ptr,
             expert,
@@ -139,7 +165,7 @@ def decode_up_kernel(
             GATED,
             HAS_BIAS,
             HAS_LIMIT,
-            True,
+            INTEGER,
             SCALE_COLUMNS,
         )
         value = rounded(value, DTYPE)
@@ -168,8 +194,8 @@ def sum_of_slots(
 @triton.jit
 def decode_down_kernel(
     out_ptr,  # [T, H]
-    a_ptr,  # [T*K, I] by contribution: codes, or floats if IS_QUANTIZED_HERE
-    a_scale_ptr,  # [T*K] fp32, or one value; None if IS_QUANTIZED_HERE
+    a_ptr,  # [T*K, I] by contribution: codes or floats
+    a_scale_ptr,  # INTEGER: [T*K] fp32, or one value
     w_ptr,
     w_scale_ptr,
     bias_ptr,
@@ -190,9 +216,10 @@ def decode_down_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_MAP: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr,
-    IS_QUANTIZED_HERE: tl.constexpr,  # by a scale for each row
     SCALE_COLUMNS: tl.constexpr,
+    INTEGER: tl.constexpr,
     DOT4: tl.constexpr,
+    PACKED: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,  # K, or the next power of two
     BLOCK_N: tl.constexpr,
@@ -220,28 +247,25 @@ def decode_down_kernel(
         HAS_MAP,
         False,
     )
-    # Weights of all slots first: they are under way while the rows are quantised.
-    word = tl.arange(0, BLOCK_K // 4)
     inside = tl.minimum(first + tl.arange(0, BLOCK_N), width - 1)
     expert = tl.maximum(found, 0).to(tl.int64)
-    word_mask = (found >= 0)[:, None] & (word < depth // 4)[None, :]
     w_rows = w_ptr + (expert * stride_we)[:, None] + inside.to(tl.int64)[None, :] * stride_wn
-    w_words = word_pointer(w_rows)[:, :, None] + word[None, None, :]
-    w = tl.load(w_words, mask=word_mask[:, None, :], other=0, eviction_policy="evict_first")
-    a_rows = a_ptr + contribution.to(tl.int64)[:, None] * depth
-    if IS_QUANTIZED_HERE:
-        k = tl.arange(0, BLOCK_K)[None, :]
-        x = tl.load(a_rows + k, mask=(found >= 0)[:, None] & (k < depth), other=0.0)
-        x = x.to(tl.float32)
-        a_scale = scale_of(tl.max(magnitude_bits(x), axis=1))[:, None]
-        a = packed_words(encode(x, a_scale), SLOTS, BLOCK_K // 4)
-    else:
-        a = tl.load(word_pointer(a_rows) + word[None, :], mask=word_mask, other=0)
-        live = tl.where(found >= 0, contribution, 0)
-        a_scale = row_scales(a_scale_ptr, live, True, HAS_ROW_SCALE) + tl.zeros(
-            (SLOTS, 1), tl.float32
-        )
-    sums = tl.sum(word_products(a[:, None, :], w, DOT4), axis=2)  # [K, BN]
+    a_rows = a_ptr + contribution.to(tl.int64) * depth
+    sums = row_sums(
+        a_rows[:, None, None],
+        w_rows[:, :, None],
+        (found >= 0)[:, None, None],
+        depth,
+        INTEGER,
+        DOT4,
+        PACKED,
+        BLOCK_K,
+    )
+    a_scale = row_scales(a_scale_ptr, tl.where(found >= 0, contribution, 0), INTEGER, HAS_ROW_SCALE)
+    if INTEGER:
+        # One value for all rows gets their shape, too.
+        a_scale = a_scale + tl.zeros((SLOTS, 1), tl.float32)
+        a_scale = tl.reshape(tl.broadcast_to(a_scale, (SLOTS, BLOCK_N)), (1, SLOTS * BLOCK_N))
     # From here on one row of K * BN elements: the epilogue takes one.
     element = tl.arange(0, SLOTS * BLOCK_N)
     slot = element // BLOCK_N
@@ -253,7 +277,7 @@ def decode_down_kernel(
     )
     value = weighted_value(
         tl.reshape(sums, (1, SLOTS * BLOCK_N)),
-        tl.reshape(tl.broadcast_to(a_scale, (SLOTS, BLOCK_N)), (1, SLOTS * BLOCK_N)),
+        a_scale,
         w_scale_ptr,
         bias_ptr,
         weights_ptr,
@@ -266,7 +290,7 @@ def decode_down_kernel(
         stride_rk,
         HAS_BIAS,
         False,
-        True,
+        INTEGER,
         SCALE_COLUMNS,
     )
     weight_ptrs = weights_ptr + token.to(tl.int64) * stride_rt + slot * stride_rk

@@ -95,6 +95,7 @@ def layer_variant(
     is_float = call.activation_quant == "none"
     return _layer_variant(
         contributions,
+        call.topk_ids.shape[1],
         tuple(call.w13.shape),
         call.gated,
         call.hidden_states.element_size() if is_float else 1,
@@ -107,6 +108,7 @@ def layer_variant(
 @functools.lru_cache(maxsize=4096)
 def _layer_variant(
     contributions: int,
+    top_k: int,
     w13_shape: tuple[int, int, int],
     gated: bool,
     up_bytes: int,
@@ -114,7 +116,7 @@ def _layer_variant(
     device: torch.device,
     is_apart: bool,
 ) -> variants.Variant:
-    pair = _products(contributions, w13_shape, gated, up_bytes, down_bytes)
+    pair = _products(contributions, top_k, w13_shape, gated, up_bytes, down_bytes)
     if is_apart:
         return variants.Variant("apart", *tiles.choose_pair(*pair, facts_of(device)))
     return variants.choose(*pair, facts_of(device), variants.Features())
@@ -126,13 +128,18 @@ def apart_variant(call: ExpertsArguments) -> variants.Variant:
 
 
 def _products(
-    contributions: int, w13_shape: tuple[int, int, int], gated: bool, up_bytes: int, down_bytes: int
+    contributions: int,
+    top_k: int,
+    w13_shape: tuple[int, int, int],
+    gated: bool,
+    up_bytes: int,
+    down_bytes: int,
 ) -> tuple[tiles.Product, tiles.Product]:
     num_experts, rows, hidden = w13_shape
     panels = 2 if gated else 1
     width = rows // panels
-    up = tiles.Product(contributions, num_experts, hidden, width, panels, up_bytes)
-    down = tiles.Product(contributions, num_experts, width, hidden, 1, down_bytes)
+    up = tiles.Product(contributions, num_experts, hidden, width, panels, up_bytes, top_k)
+    down = tiles.Product(contributions, num_experts, width, hidden, 1, down_bytes, top_k)
     return up, down
 
 
@@ -141,6 +148,7 @@ def layer_products(call: ExpertsArguments) -> tuple[tiles.Product, tiles.Product
     is_float = call.activation_quant == "none"
     return _products(
         call.topk_ids.numel(),
+        call.topk_ids.shape[1],
         (call.w13.shape[0], call.w13.shape[1], call.w13.shape[2]),
         call.gated,
         call.hidden_states.element_size() if is_float else 1,

@@ -67,9 +67,13 @@ class EagerHost:
         """Return how many multiprocessors the device has."""
         return eager.facts_of(self.device).multiprocessors or FEW_MULTIPROCESSORS
 
-    def has_dot4(self) -> bool:
-        """Return whether the device has dp4a: every CUDA device, not Triton's interpreter."""
-        return self.device.type == "cuda" and torch.version.hip is None
+    def code_arithmetic(self) -> dict[str, bool]:
+        """Say what the device has of its own for codes; Triton's interpreter has no assembly."""
+        facts, is_cuda = eager.facts_of(self.device), self.device.type == "cuda"
+        return {
+            "DOT4": is_cuda and not tiles.is_rocm(facts),
+            "PACKED": tiles.packs_codes(facts, self.dtype.itemsize),
+        }
 
     def column_name(self, scale: Tensor, weight: Tensor) -> str:
         """Name how a scale belongs to its weight."""

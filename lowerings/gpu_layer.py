@@ -180,8 +180,8 @@ def products(call: Any, dtype: torch.dtype) -> tuple[tiles.Product, tiles.Produc
     bytes_down = dtype.itemsize if is_float else 1
     width = rows // panels
     return (
-        tiles.Product(contributions, num_experts, depth, width, panels, bytes_up),
-        tiles.Product(contributions, num_experts, width, depth, 1, bytes_down),
+        tiles.Product(contributions, num_experts, depth, width, panels, bytes_up, top_k),
+        tiles.Product(contributions, num_experts, width, depth, 1, bytes_down, top_k),
     )
 
 

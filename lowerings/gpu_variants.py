@@ -139,9 +139,12 @@ class GraphHost:
         """Return how many multiprocessors the device has."""
         return self.facts.multiprocessors or FEW_MULTIPROCESSORS
 
-    def has_dot4(self) -> bool:
-        """Return whether the device has dp4a."""
-        return not tiles.is_rocm(self.facts)
+    def code_arithmetic(self) -> dict[str, bool]:
+        """Say what the device has of its own for codes."""
+        return {
+            "DOT4": not tiles.is_rocm(self.facts),
+            "PACKED": tiles.packs_codes(self.facts, self.dtype.itemsize),
+        }
 
     def column_name(self, scale: Any, weight: Any) -> str:
         """Name how a scale belongs to its weight."""

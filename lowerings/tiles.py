@@ -49,7 +49,7 @@ class Product:
     """Describe one grouped product: contributions x depth times experts x (panels * width) x depth.
 
     panels: 2 where gate and up rows are multiplied side by side. a_bytes: bytes of an activation
-    in the product, 1 for codes.
+    in the product, 1 for codes. top_k: contributions of a token.
     """
 
     contributions: int
@@ -58,6 +58,7 @@ class Product:
     width: int
     panels: int = 1
     a_bytes: int = 1
+    top_k: int = 1
 
 
 # Rows an expert gets on average (at most) -> tile of the first (two panels) and second product.

@@ -54,8 +54,8 @@ class Host(Protocol):
     def multiprocessors(self) -> int:
         """Return how many multiprocessors the device has."""
 
-    def has_dot4(self) -> bool:
-        """Return whether the device multiplies words of four codes in one instruction, dp4a."""
+    def code_arithmetic(self) -> dict[str, bool]:
+        """Say what the device has of its own for codes: DOT4 is dp4a, PACKED a conversion."""
 
     def column_name(self, scale: Any, weight: Any) -> str:
         """Return how a scale belongs to its weight."""
@@ -295,16 +295,17 @@ def decode(host: Host, variant: variants.Variant, rows: Any | None) -> Any:
         "stride_it": stride_it,
         "stride_ik": stride_ik,
         "HAS_MAP": known is not None,
-        "DOT4": host.has_dot4(),
+        "INTEGER": call.activation_quant != "none",
+        **host.code_arithmetic(),
     }
-    is_token = call.activation_quant == "token"
-    if rows is None:
+    if call.activation_quant == "none":
+        rows = host.contiguous(call.hidden_states), None, False
+    elif rows is None:
         rows = _codes(host, host.contiguous(call.hidden_states), call.a13_scale)
     values, scale = _decode_up(host, variant.up, routed, rows), call.a2_scale
-    is_quantized_here = is_token and not variant.is_requantized_apart
-    if is_token and not is_quantized_here:
+    if call.activation_quant == "token":
         values, scale, _ = _codes(host, values, None)
-    return _decode_down(host, variant.down, routed, values, scale, is_quantized_here)
+    return _decode_down(host, variant.down, routed, values, scale)
 
 
 def _codes(host: Host, x: Any, given: Any | None) -> tuple[Any, Any, bool]:
@@ -349,12 +350,7 @@ def _decode_up(host: Host, tile: Tile, routed: dict[str, Any], rows: Any) -> Any
 
 
 def _decode_down(
-    host: Host,
-    tile: Tile,
-    routed: dict[str, Any],
-    values: Any,
-    scale: Any,
-    is_quantized_here: bool,
+    host: Host, tile: Tile, routed: dict[str, Any], values: Any, scale: Any | None
 ) -> Any:
     call = host.call
     tokens, top_k = host.size(call.topk_ids)
@@ -375,9 +371,8 @@ def _decode_down(
         "stride_rt": stride_rt,
         "stride_rk": stride_rk,
         "HAS_ROW_SCALE": call.activation_quant == "token",
-        "IS_QUANTIZED_HERE": is_quantized_here,
         "TOP_K": top_k,
-        "SLOTS": 1 << (top_k - 1).bit_length(),
+        "SLOTS": variants.whole_slots(top_k),
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
     }

@@ -3,8 +3,7 @@
 "apart": quantise, product, quantise, product, sum, by pointers, tiles from tiles.TABLE; everywhere.
 "fused": the same steps with loads by tensor descriptor and persistent programs, quantising by a
 given scale in the first product; chosen where it was measured to be faster (FUSED).
-"decode": two or three launches without routing; slower wherever measured, so it runs only where a
-test or a benchmark forces it.
+"decode": no routing and no sum apart; for one token, and for few of small experts.
 """
 
 from __future__ import annotations
@@ -27,6 +26,9 @@ SPREAD_COLUMNS: Final = 8192
 WHOLE_ROW: Final = 16384
 # More contributions than this leave "decode" behind: it reads an expert once for each.
 DECODE_CONTRIBUTIONS: Final = 64
+# Words of codes that a warp of its second product holds; codes of an expert that counts as small.
+DECODE_WORDS: Final = 4096
+SMALL_EXPERT: Final = 16 << 20
 # Contributions are counted in 32 bits.
 EVERY_SIZE: Final = (1 << 31) - 1
 # Descriptors are read in rows of so many codes: what a depth leaves over is multiplied as zeros.
@@ -63,12 +65,11 @@ CACHE_KEY: Final = "int8moe_compile.lowerings.variants"
 
 @dataclass(frozen=True)
 class Variant:
-    """Name a sequence of kernels, its tiles, and whether "decode" quantises again in a launch."""
+    """Name a sequence of kernels and its tiles."""
 
     name: str
     up: Tile
     down: Tile
-    is_requantized_apart: bool = True
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,7 @@ def label(variant: Variant) -> str:
         return "apart"
     up, down = variant.up, variant.down
     if variant.name == "decode":
-        tail = "+q" if variant.is_requantized_apart else ""
-        return f"decode {up.block_n}w{up.num_warps}/{down.block_n}w{down.num_warps}{tail}"
+        return f"decode {up.block_n}w{up.num_warps}/{down.block_n}w{down.num_warps}"
     loads = up.loads if up.loads == down.loads else f"{up.loads}/{down.loads}"
     return f"fused {loads} {up.block_m}x{tile_label(up)}/{tile_label(down)}"
 
@@ -128,7 +128,7 @@ def takes(variant: Variant, up: Product, down: Product, device: DeviceFacts, has
         fits = up.depth <= SPREAD_COLUMNS and down.depth <= WHOLE_ROW
         is_even = up.depth % DESCRIPTOR_BYTES == 0 and down.depth % DESCRIPTOR_BYTES == 0
         is_plain = not has.is_int8_input and not has.is_weight_on_input and has.has_plain_weights
-        return fits and is_even and is_plain and has.quant in ("token", "static")
+        return fits and is_even and is_plain and has.quant in ("token", "static", "none")
     loads = {variant.up.loads, variant.down.loads}
     if loads != {"pointers"}:
         major = (device.capability or (0, 0))[0]
@@ -149,9 +149,8 @@ def candidates(
     default = Variant("apart", *tiles.choose_pair(up, down, device))
     found = [default]
     measured = _measured(up, down, device)
-    named = () if measured is None else (measured,)
-    for variant in (*named, *_decode(up, down), *_fused(up, down, default)):
-        if not takes(variant, up, down, device, has) or variant in found:
+    for variant in (measured, _decode(up, down), *_fused(up, down, default)):
+        if variant is None or not takes(variant, up, down, device, has) or variant in found:
             continue
         if variant.name == "decode" or _fits(variant, up, down, device):
             found.append(variant)
@@ -166,8 +165,11 @@ def is_measured(device: DeviceFacts) -> bool:
 def _measured(up: Product, down: Product, device: DeviceFacts) -> Variant | None:
     """Return what is faster than "apart" by the tables; None where nothing is."""
     least = min(up.depth, down.depth)
-    if not is_measured(device) or up.a_bytes != 1 or least < DESCRIPTOR_K:
+    if not is_measured(device) or least < DESCRIPTOR_K:
         return None
+    decode = _measured_decode(up, down)
+    if decode is not None or up.a_bytes != 1:
+        return decode
     rows = tiles.rows_per_expert(up.contributions, up.experts)
     table = FEW_EXPERTS_FUSED if up.experts <= tiles.FEW_EXPERTS else FUSED
     if up.depth % DESCRIPTOR_K or down.depth % DESCRIPTOR_K:
@@ -192,18 +194,33 @@ def whole_row(depth: int) -> int:
     return max(32, 1 << (depth - 1).bit_length())
 
 
-def _decode(up: Product, down: Product) -> Iterator[Variant]:
-    """Yield variants without routing, the second quantisation in the product or apart."""
+def whole_slots(top_k: int) -> int:
+    """Return the block that holds a token's slots."""
+    return 1 << (top_k - 1).bit_length()
+
+
+def _decode(up: Product, down: Product) -> Variant | None:
+    """Return the variant without routing for as few contributions as it may take."""
     if up.contributions > DECODE_CONTRIBUTIONS:
-        return
+        return None
     up_k, down_k = whole_row(up.depth), whole_row(down.depth)
-    for (up_n, up_w), (down_n, down_w), is_apart in (
-        ((4, 2), (4, 8), False),
-        ((4, 2), (4, 8), True),
-        ((8, 4), (8, 8), True),
-    ):
-        first, second = Tile(1, up_n, up_k, up_w, 1), Tile(1, down_n, down_k, down_w, 1)
-        yield Variant("decode", first, second, is_apart)
+    first = Tile(1, 4 // up.panels, up_k, max(1, min(4, up_k // 1024)), 1)
+    # Words of codes for one column of all slots. 128 of them a thread were fastest, in one warp
+    # where that holds a column or two; floats take more registers.
+    words = whole_slots(down.top_k) * down_k // 4
+    warps = min(8, max(1, words // DECODE_WORDS) * (4 if down.a_bytes > 1 else 1))
+    second = Tile(1, max(1, min(4, DECODE_WORDS // words)), down_k, warps, 1)
+    return Variant("decode", first, second)
+
+
+def _measured_decode(up: Product, down: Product) -> Variant | None:
+    """Return "decode" where it was measured to be faster: it reads an expert for each row."""
+    if up.a_bytes == 4 or up.contributions * up.depth == 0:
+        return None
+    is_small = up.panels * up.depth * up.width + down.depth * down.width <= SMALL_EXPERT
+    is_spread = is_small and 2 * up.contributions <= up.experts
+    tokens = up.contributions // up.top_k
+    return _decode(up, down) if tokens == 1 or (tokens <= 4 and is_spread) else None
 
 
 def _fused(up: Product, down: Product, default: Variant) -> Iterator[Variant]:

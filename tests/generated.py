@@ -117,7 +117,7 @@ def test_nothing_synchronises_or_is_dequantised(word: str) -> None:
         assert "float" not in dtype or math.prod(numbers) < 8 * 512 * 512, (size, dtype)
 
 
-@pytest.mark.parametrize("T", [64, "T"])
+@pytest.mark.parametrize("T", [1, 64, "T"])
 def test_no_input_counts_as_written(T: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor makes no CUDA graph of what writes to its inputs, and ids and map may be inputs."""
     written, generate = [], GraphLowering.codegen

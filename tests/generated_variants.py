@@ -28,7 +28,8 @@ from int8moe_compile.lowerings.variants import Variant
 BOTH = Tile(128, 64, 128, 4, 3, 8, "both", 2)
 NARROW = Tile(16, 64, 128, 4, 3)
 FUSED = ["fused_up_kernel", "requantize_kernel", "fused_down_kernel"]
-DECODE = Variant("decode", Tile(1, 4, 512, 4, 1), Tile(1, 4, 256, 4, 1), False)
+DECODE = Variant("decode", Tile(1, 4, 512, 4, 1), Tile(1, 4, 256, 4, 1))
+DECODED = ["decode_up_kernel", "requantize_kernel", "decode_down_kernel"]
 CASES = {
     "both": (Variant("fused", BOTH, BOTH), 64, [PLACE, "spread_kernel", *FUSED]),
     "any size": (Variant("fused", BOTH, BOTH), "T", [COUNT, SCATTER, "spread_kernel", *FUSED]),
@@ -42,7 +43,7 @@ CASES = {
         64,
         [PLACE, "spread_kernel", *FUSED],
     ),
-    "decode": (DECODE, 2, ["decode_up_kernel", "decode_down_kernel"]),
+    "decode": (DECODE, 2, DECODED),
 }
 
 
@@ -86,7 +87,7 @@ def test_one_graph_launches_by_the_number_of_tokens() -> None:
     with variants.forced(schedule):
         source = generated_source(block(), shapes("T"), tokens=300)
     order = launch_order(source)
-    fused, decode = [COUNT, SCATTER, *FUSED], ["decode_up_kernel", "decode_down_kernel"]
+    fused, decode = [COUNT, SCATTER, *FUSED], DECODED
     wide = [*fused, "spread_kernel"]
     assert sorted(order) == sorted([NORM_QUANTIZE, *decode, *fused, *wide, COMBINE])
     # The codes of tokens are computed once, whatever the steps.

@@ -36,8 +36,7 @@ VARIANTS = {
     "fused-weights": Variant("fused", WEIGHTS, WEIGHTS),
     "fused-both": Variant("fused", BOTH, replace(BOTH, is_flat=True)),
     "fused-tail": Variant("fused", TAIL, replace(TAIL, loads="both")),
-    "decode": Variant("decode", UP, DOWN, False),
-    "decode-apart": Variant("decode", UP, DOWN, True),
+    "decode": Variant("decode", UP, DOWN),
 }
 # All that a variant may meet goes to these two; the others share their kernels.
 THOROUGH = ("fused-both", "decode")
@@ -99,7 +98,7 @@ def test_the_cases_are_taken() -> None:
     undescribed = {"none-float16", "none-bfloat16", "plain-gelu", "strided"}
     for name, refused in (
         ("fused-both", never | undescribed),
-        ("decode", never | {"none-float16", "none-bfloat16", "plain-gelu", "strided"}),
+        ("decode", never | {"plain-gelu", "strided"}),
     ):
         found = {case for case in MANY if not is_taken(cases[case], VARIANTS[name])}
         assert found == refused, name

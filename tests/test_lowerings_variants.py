@@ -146,18 +146,43 @@ def test_descriptors_of_weights_alone_and_static_codes() -> None:
         assert "cp.async.bulk.tensor" in found[name][0]
 
 
-@pytest.mark.parametrize("is_apart", [False, True])
-def test_decode_takes_three_or_four_launches(is_apart: bool) -> None:
-    """Both products, the tokens' quantisation, and the intermediate's unless the second has it."""
-    variant = Variant("decode", Tile(1, 4, 512, 4, 1), Tile(1, 4, 256, 4, 1), is_apart)
+@pytest.mark.parametrize("quant", ["token", "static", "none"])
+def test_decode_routes_and_sums_in_its_products(quant: str) -> None:
+    """Beside them one launch quantises tokens, and one the intermediate where it is not static."""
+    variant = Variant("decode", Tile(1, 4, 512, 4, 1), Tile(1, 4, 256, 4, 1))
+    case = call(1, quant)
+    if quant == "static":
+        case = case._replace(a13_scale=torch.empty(1), a2_scale=torch.empty(1))
     with variants.forced(variant):
-        launches = offline.record(call(1), "sm_90")
+        launches = offline.record(case, "sm_90")
     names = [launch.kernel.__name__ for launch in launches]
-    quantize, middle = "requantize_kernel", ["requantize_kernel"] if is_apart else []
-    assert names == [quantize, "decode_up_kernel", *middle, "decode_down_kernel"]
-    for name, (text, _) in compiled(call(1), variant).items():
-        if name != quantize:
+    before, between = {"token": (1, 1), "static": (1, 0), "none": (0, 0)}[quant]
+    quantize = ["requantize_kernel"]
+    assert names == [
+        *before * quantize,
+        "decode_up_kernel",
+        *between * quantize,
+        "decode_down_kernel",
+    ]
+    for name, (text, _) in compiled(case, variant).items():
+        if name not in quantize:
             assert re.search(r"ld\.global\S*evict_first\S*\.v4", text)
+
+
+def test_one_token_and_few_of_small_experts_decode() -> None:
+    device = facts("sm_90")
+    for tokens, experts, K, H, I, is_decode in (  # noqa: E741
+        (1, 8, 2, 4096, 14336, True),
+        (2, 8, 2, 4096, 14336, False),
+        (4, 128, 8, 2048, 768, True),
+        (5, 128, 8, 2048, 768, False),
+        (4, 16, 8, 2048, 768, False),
+    ):
+        for a_bytes, quant in ((1, "token"), (2, "none"), (4, "none")):
+            up = tiles.Product(tokens * K, experts, H, I, 2, a_bytes, K)
+            down = tiles.Product(tokens * K, experts, I, H, 1, a_bytes, K)
+            chosen = variants.choose(up, down, device, Features(quant))
+            assert (chosen.name == "decode") == (is_decode and a_bytes != 4)
 
 
 def test_generated_source_of_variants() -> None:
