@@ -66,6 +66,8 @@ def decode_rate(model: Any, batch: int, new: int, repeats: int) -> tuple[float, 
 
     generate() compiles the decoding step by itself where the cache is static.
     """
+    # Else the second batch size would make the first one's graph one for every size.
+    torch._dynamo.reset()
     ids = torch.randint(0, 32768, (batch, PROMPT), device="cuda")
     options = {"do_sample": False, "cache_implementation": "static", "pad_token_id": 0}
 
