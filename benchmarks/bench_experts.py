@@ -30,6 +30,8 @@ from shapes import SHAPES, TARGETS, Shape, floor_us, shape_named
 from torch import Tensor
 
 REPLAYS = 15
+# Routings to draw until one uses the expected number of experts.
+DRAWS = 1000
 # Only at these numbers of tokens, to keep the run short.
 SOME_TOKENS = {"static": (1, 64, 4096), "w8a16": (1, 64, 4096)}
 CONTESTANTS = ("int8", "int8 eager", "static", "w8a16", "hf bf16", "humming")
@@ -60,9 +62,19 @@ class Captured:
 
 
 def draw(shape: Shape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random activations, router weights and ids."""
-    logits = torch.randn(tokens, shape.experts, device="cuda")
-    weights, ids = torch.topk(torch.softmax(logits, -1), shape.top_k)
+    """Return random activations, router weights and ids that use as many experts as is expected.
+
+    A peer whose lists of rows are made for one routing would otherwise be measured by its luck.
+    """
+    missed = (1 - shape.top_k / shape.experts) ** tokens
+    expected = round(shape.experts * (1 - missed))
+    for _ in range(DRAWS):
+        logits = torch.randn(tokens, shape.experts, device="cuda")
+        weights, ids = torch.topk(torch.softmax(logits, -1), shape.top_k)
+        if len(ids.unique()) == expected:
+            break
+    else:
+        raise RuntimeError(f"none of {DRAWS} routings of {tokens} tokens used {expected} experts")
     x = torch.randn(tokens, shape.hidden, device="cuda", dtype=torch.bfloat16)
     return x, weights.to(torch.bfloat16), ids
 
