@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 
 import torch
@@ -39,18 +40,34 @@ def main() -> None:
                 assert_close(function(*there.args), case)
             print("compiled", number, flush=True)
     run_variants()
+    run_humming()
     torch.cuda.synchronize()
 
 
 def run_variants() -> None:
     """Run every variant of a small layer with few and with many tokens."""
-    for T in (2, 300):
-        case = problem(9, T=T, H=512, I=256, E=8, K=2).to("cuda")
-        expected = run_apart(case)
-        for variant in found(case):
+    for T, word in ((2, "token"), (2, "static"), (2, "none"), (300, "token")):
+        case = problem(9, T=T, H=512, I=256, E=8, K=2)
+        there = with_scheme(case, word).to("cuda")
+        expected = run_apart(there)
+        for variant in found(there):
             with variants.forced(variant):
-                assert torch.equal(case.run(), expected), variants.label(variant)
-            print("variant", T, variants.label(variant), flush=True)
+                out = there.run()
+            if word == "none":
+                assert_close(out, there.to("cpu"))
+            else:
+                assert torch.equal(out, expected), variants.label(variant)
+            print("variant", T, word, variants.label(variant), flush=True)
+
+
+def run_humming() -> None:
+    """Run the kernels around humming's products, where that is installed."""
+    if importlib.util.find_spec("humming") is None:
+        print("humming: absent", flush=True)
+        return
+    case = problem(10, T=70, H=256, I=128, E=4, K=2).to("cuda")
+    torch.ops.int8moe.humming_experts(*case.args, **case.options)
+    print("humming", flush=True)
 
 
 if __name__ == "__main__":
