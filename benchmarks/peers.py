@@ -63,8 +63,8 @@ def variants_of(shape: Shape, inputs: tuple[Tensor, ...], quant: str) -> tuple[A
     a_bytes = 2 if quant == "none" else 1
     contributions, E = inputs[2].numel(), shape.experts
     H, I = shape.hidden, shape.intermediate  # noqa: E741
-    up = tiles.Product(contributions, E, H, I, 2, a_bytes)
-    down = tiles.Product(contributions, E, I, H, 1, a_bytes)
+    up = tiles.Product(contributions, E, H, I, 2, a_bytes, shape.top_k)
+    down = tiles.Product(contributions, E, I, H, 1, a_bytes, shape.top_k)
     return variants.candidates(up, down, device, variants.Features(quant))
 
 

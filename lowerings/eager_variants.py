@@ -67,12 +67,12 @@ class EagerHost:
         """Return how many multiprocessors the device has."""
         return eager.facts_of(self.device).multiprocessors or FEW_MULTIPROCESSORS
 
-    def code_arithmetic(self) -> dict[str, bool]:
-        """Say what the device has of its own for codes; Triton's interpreter has no assembly."""
+    def code_arithmetic(self, x: Tensor) -> dict[str, bool]:
+        """Say what the device has for codes beside x; Triton's interpreter has no assembly."""
         facts, is_cuda = eager.facts_of(self.device), self.device.type == "cuda"
         return {
             "DOT4": is_cuda and not tiles.is_rocm(facts),
-            "PACKED": tiles.packs_codes(facts, self.dtype.itemsize),
+            "PACKED": tiles.packs_codes(facts, x.element_size()),
         }
 
     def column_name(self, scale: Tensor, weight: Tensor) -> str:

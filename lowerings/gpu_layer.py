@@ -1,4 +1,4 @@
-"""One call of int8moe::experts in a CUDA graph: loop IR, routing kernels and two templates.
+"""One call of int8moe::experts in a CUDA graph: loop IR, routing, and templates or variants.
 
 T tokens, H hidden, I intermediate, E local experts, K experts per token, N = 2*I when gated.
 Arguments passed the fake's checks; weights are static in shape, T may be symbolic. ``call`` is an
@@ -15,6 +15,7 @@ import torch
 from torch._inductor import config, ir, lowering
 from torch._inductor.virtualized import V
 
+from ..ops.arguments import with_finite_limit
 from ..oracle import DeviceFacts
 from . import bench_inputs, gpu_variants, row_ir, templates, tiles, variant_layers, variants
 from .eager import scale_columns
@@ -44,7 +45,8 @@ class Layer:
 
 
 def lower(call: Any) -> ir.TensorBox:
-    """Lower one call on a CUDA device to loop IR, routing launches and two templates."""
+    """Lower one call on a CUDA device to loop IR and launches, by the kernels of its size."""
+    call = with_finite_limit(call)
     hidden = call.hidden_states
     dtype = result_dtype(call)
     tokens, top_k = routing_size(call)
@@ -100,7 +102,8 @@ def scheduled(
 ) -> ir.TensorBox:
     """Lower a call of any number of tokens: every variant's kernels, of which one's are launched.
 
-    Fused ones share their buffers; one pointwise kernel reads what was written.
+    Fused ones share their buffers; one pointwise kernel reads what was written. Only a forced
+    schedule has steps of "decode".
     """
     tokens, top_k = routing_size(call)
     least = 0

@@ -73,8 +73,8 @@ class GraphHost:
         self.device = call.hidden_states.get_device()
 
     def flat(self, x: Any) -> Any:
-        """Return a given scale of the activations as [1]."""
-        return self.contiguous(lowering.view(x, [1]))
+        """Return given scales of the activations as [values]."""
+        return self.contiguous(lowering.view(x, [-1]))
 
     def size(self, x: Any) -> list[Any]:
         """Return a tensor's sizes: symbols for tokens, numbers for all that has a guard."""
@@ -139,11 +139,11 @@ class GraphHost:
         """Return how many multiprocessors the device has."""
         return self.facts.multiprocessors or FEW_MULTIPROCESSORS
 
-    def code_arithmetic(self) -> dict[str, bool]:
-        """Say what the device has of its own for codes."""
+    def code_arithmetic(self, x: Any) -> dict[str, bool]:
+        """Say what the device has for codes beside x."""
         return {
             "DOT4": not tiles.is_rocm(self.facts),
-            "PACKED": tiles.packs_codes(self.facts, self.dtype.itemsize),
+            "PACKED": tiles.packs_codes(self.facts, x.get_dtype().itemsize),
         }
 
     def column_name(self, scale: Any, weight: Any) -> str:
@@ -165,21 +165,19 @@ def features_of(call: Any) -> variants.Features:
     """Return what of a call decides which variants take it; weights are static in shape."""
 
     def is_plain(x: Any) -> bool:
-        rows, depth = (int(V.graph.sizevars.guard_int(s)) for s in x.get_size()[1:])
-        per_expert, per_row = _weight_strides(x)
-        return per_expert == rows * depth and per_row == depth
+        sizevars, weight = V.graph.sizevars, ir.ExternKernel.realize_input(x)
+        rows, depth = (int(sizevars.guard_int(s)) for s in x.get_size()[1:])
+        per_expert, per_row = (int(sizevars.guard_int(s)) for s in weight.get_stride()[:2])
+        offset = weight.get_layout().offset
+        is_aligned = sizevars.statically_known_multiple_of(offset, variants.DESCRIPTOR_BYTES)
+        is_aligned = is_aligned and weight.get_name() not in V.graph.unaligned_buffers
+        return is_aligned and per_expert == rows * depth and per_row == depth
 
+    # Wrappers in C++ have no tensor descriptors (torch 2.11).
     has_plain_weights = is_plain(call.w13) and is_plain(call.w2) and not V.graph.cpp_wrapper
     return variants.Features(
         call.activation_quant,
         call.hidden_states.get_dtype() == torch.int8,
         call.apply_router_weight_on_input,
-        # Wrappers in C++ have no tensor descriptors (torch 2.11).
         has_plain_weights,
     )
-
-
-def _weight_strides(x: Any) -> tuple[int, int]:
-    strides = ir.ExternKernel.realize_input(x).get_stride()
-    per_expert, per_row = (int(V.graph.sizevars.guard_int(s)) for s in strides[:2])
-    return per_expert, per_row

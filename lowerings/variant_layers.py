@@ -54,8 +54,8 @@ class Host(Protocol):
     def multiprocessors(self) -> int:
         """Return how many multiprocessors the device has."""
 
-    def code_arithmetic(self) -> dict[str, bool]:
-        """Say what the device has of its own for codes: DOT4 is dp4a, PACKED a conversion."""
+    def code_arithmetic(self, x: Any) -> dict[str, bool]:
+        """Say what the device has for codes beside x: DOT4 is dp4a, PACKED a conversion."""
 
     def column_name(self, scale: Any, weight: Any) -> str:
         """Return how a scale belongs to its weight."""
@@ -278,7 +278,8 @@ def second_product(
 def decode(host: Host, variant: variants.Variant, rows: Any | None) -> Any:
     """Launch a layer of few contributions; returns [T, H].
 
-    rows: (codes, scale, whether it has one for each row) by token; None: quantise them.
+    rows: (codes or floats, scale, whether it has one for each row) by token, contiguous; None: made
+    here.
     """
     call = host.call
     tokens, top_k = host.size(call.topk_ids)
@@ -296,9 +297,8 @@ def decode(host: Host, variant: variants.Variant, rows: Any | None) -> Any:
         "stride_ik": stride_ik,
         "HAS_MAP": known is not None,
         "INTEGER": call.activation_quant != "none",
-        **host.code_arithmetic(),
     }
-    if call.activation_quant == "none":
+    if rows is None and call.activation_quant == "none":
         rows = host.contiguous(call.hidden_states), None, False
     elif rows is None:
         rows = _codes(host, host.contiguous(call.hidden_states), call.a13_scale)
@@ -333,6 +333,7 @@ def _decode_up(host: Host, tile: Tile, routed: dict[str, Any], rows: Any) -> Any
         "w_ptr": weight.pop("w"),
         **weight,
         **routed,
+        **host.code_arithmetic(values),
         "top_k": host.size(call.topk_ids)[1],
         "depth": depth,
         "width": width,
@@ -366,6 +367,7 @@ def _decode_down(
         **weight,
         "weights_ptr": call.topk_weights,
         **routed,
+        **host.code_arithmetic(values),
         "depth": depth,
         "width": width,
         "stride_rt": stride_rt,

@@ -99,12 +99,12 @@ class Features:
     quant: str = "token"
     is_int8_input: bool = False
     is_weight_on_input: bool = False
-    # Weights whose experts and rows lie without gaps, as one matrix [E*N, depth].
+    # Weights as one matrix [E*N, depth] of aligned rows, of which a host can make descriptors.
     has_plain_weights: bool = True
 
 
 def label(variant: Variant) -> str:
-    """Return a variant's name in tables: kernels, loads, tiles, "+q" if it quantises apart."""
+    """Return a variant's name in tables: kernels, loads, tiles."""
     if variant.name == "apart":
         return "apart"
     up, down = variant.up, variant.down
@@ -157,26 +157,36 @@ def candidates(
     return tuple(found)
 
 
-def is_measured(device: DeviceFacts) -> bool:
+def _is_measured(device: DeviceFacts) -> bool:
     """Say whether the tables hold for a device; otherwise "apart" is chosen."""
     return not tiles.is_rocm(device) and (device.capability or (0, 0))[0] == MEASURED_MAJOR
 
 
 def _measured(up: Product, down: Product, device: DeviceFacts) -> Variant | None:
     """Return what is faster than "apart" by the tables; None where nothing is."""
-    least = min(up.depth, down.depth)
-    if not is_measured(device) or least < DESCRIPTOR_K:
+    if not _is_measured(device) or min(up.depth, down.depth) < DESCRIPTOR_K:
         return None
-    decode = _measured_decode(up, down)
-    if decode is not None or up.a_bytes != 1:
-        return decode
+    return _measured_decode(up, down) or _measured_fused(up, down, device)
+
+
+def _is_uneven(up: Product, down: Product) -> bool:
+    return bool(up.depth % DESCRIPTOR_K or down.depth % DESCRIPTOR_K)
+
+
+def _fused_table(up: Product, down: Product) -> tuple[tuple[float, Tile, Tile], ...]:
+    """Return the table of a layer's sizes."""
+    if _is_uneven(up, down):
+        return UNEVEN_FUSED
+    return FEW_EXPERTS_FUSED if up.experts <= tiles.FEW_EXPERTS else FUSED
+
+
+def _measured_fused(up: Product, down: Product, device: DeviceFacts) -> Variant | None:
+    """Return what is faster than "apart" by the tables of "fused"; None where nothing is."""
     rows = tiles.rows_per_expert(up.contributions, up.experts)
-    table = FEW_EXPERTS_FUSED if up.experts <= tiles.FEW_EXPERTS else FUSED
-    if up.depth % DESCRIPTOR_K or down.depth % DESCRIPTOR_K:
-        table = UNEVEN_FUSED
-    elif rows <= FEW_ROWS:
+    is_shallow = min(up.depth, down.depth) < DESCRIPTOR_K
+    if up.a_bytes != 1 or is_shallow or (rows <= FEW_ROWS and not _is_uneven(up, down)):
         return None
-    _, first, second = next(row for row in table if rows <= row[0])
+    _, first, second = next(row for row in _fused_table(up, down) if rows <= row[0])
     if up.panels == 1:
         # Measured with gate and up side by side.
         first = replace(first, block_n=min(256, 2 * first.block_n))
@@ -312,14 +322,19 @@ def schedule(up: Product, down: Product, device: DeviceFacts, has: Features) -> 
 
 
 def _measured_schedule(up: Product, down: Product, device: DeviceFacts) -> Schedule | None:
-    """Return one step for few rows an expert, loaded as the tables say, and one for each above."""
-    if not is_measured(device) or up.a_bytes != 1:
+    """Return a step for each row of the layer's table, the first for few rows an expert.
+
+    No "decode": one token has a graph of its own, as Inductor makes 1 a constant.
+    """
+    if not _is_measured(device) or up.a_bytes != 1:
         return None
-    bounds = [int(rows * up.experts) for rows, _, _ in FUSED[:-1]]
+    bounds = [int(rows * up.experts) for rows, _, _ in _fused_table(up, down)[:-1]]
+    if not _is_uneven(up, down):
+        bounds.insert(0, FEW_ROWS // 2 * up.experts)
     steps: list[tuple[int, Variant]] = []
-    for most in (FEW_ROWS * up.experts // 2, *bounds, EVERY_SIZE):
+    for most in (*bounds, EVERY_SIZE):
         sized = replace(up, contributions=most), replace(down, contributions=most)
-        variant = _measured(*sized, device)
+        variant = _measured_fused(*sized, device)
         if variant is None:
             variant = Variant("fused", *tiles.choose_pair(*sized, device))
         if steps and steps[-1][1] == variant:

@@ -6,6 +6,7 @@ N = 2*I when gated (gate rows first, then up rows), else I, G global experts.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -54,3 +55,8 @@ class ExpertsArguments(NamedTuple):
         """Return I."""
         rows = self.w13.shape[1]
         return rows // 2 if self.gated else rows
+
+
+def with_finite_limit(call: ExpertsArguments) -> ExpertsArguments:
+    """Return a call without the limit infinity, which limits nothing and no kernel can name."""
+    return call._replace(limit=None) if call.limit == math.inf else call

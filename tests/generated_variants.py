@@ -20,6 +20,7 @@ from generated import (
     shapes,
 )
 from inductor_source import generated_source, launch_order, pretend_cuda
+from support import EXPERTS
 
 from int8moe_compile.lowerings import variants
 from int8moe_compile.lowerings.tiles import Tile
@@ -120,6 +121,42 @@ def test_every_step_writes_what_it_reads_by_descriptor() -> None:
         source = generated_source(function, [scale, scale, *shapes("T")], tokens=300)
     kernels = [COUNT, SCATTER, "spread_kernel", "fused_up_kernel", "fused_down_kernel"]
     assert launched(source, 5) == launched(source, 5000) == sorted(kernels)
+
+
+def int8_rows(scale: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    """Compute experts of rows that are codes already."""
+    out: torch.Tensor = EXPERTS(*rest, a13_scale=scale)
+    return out
+
+
+@pytest.mark.parametrize("T", [64, 512, "T"])
+def test_int8_rows_bring_a_scale_for_each(T: int | str) -> None:
+    _, _, _, *rest = shapes(T)
+    rows = [((T, 1), torch.float32), ((T, 512), torch.int8), *rest]
+    order = launch_order(generated_source(int8_rows, rows, tokens=300))
+    assert ("fused_up_kernel" in order) == (T != 64)
+
+
+@pytest.mark.parametrize("T", [1, 64, 512])
+def test_an_infinite_limit_is_none(T: int) -> None:
+    limited = generated_source(block(limit=float("inf")), shapes(T), tokens=T)
+    assert launch_order(limited) == launch_order(generated_source(block(), shapes(T), tokens=T))
+    assert "'LIMIT': inf" not in limited
+
+
+@pytest.mark.parametrize("offset", [0, 3, 16])
+@pytest.mark.parametrize("T", [1, 512])
+def test_words_and_descriptors_need_aligned_weights(T: int, offset: int) -> None:
+    def function(flat: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        w13 = torch.as_strided(flat, (8, 512, 512), (512 * 512, 512, 1), offset)
+        out: torch.Tensor = EXPERTS(rest[0], w13, *rest[1:])
+        return out
+
+    x, _, _, _, *rest = shapes(T)
+    flat = ((8 * 512 * 512 + 16,), torch.int8)
+    order = launch_order(generated_source(function, [flat, x, *rest], tokens=T))
+    variant = "decode_up_kernel" if T == 1 else "fused_up_kernel"
+    assert (variant in order) == (offset % 16 == 0)
 
 
 def launched(source: str, tokens: int) -> list[str]:

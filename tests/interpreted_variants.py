@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from gpu_cases import CASES
-from support import Problem, assert_close
+from support import Problem, assert_close, problem, with_scheme
 
 from int8moe_compile.lowerings import eager, tile_math, tiles, variants
 from int8moe_compile.lowerings.tiles import Tile
@@ -89,6 +89,21 @@ def test_same_bits_as_the_tables_kernels(case: str, name: str) -> None:
         assert_close(found, built)
     else:
         assert torch.equal(found.nan_to_num(7.0), run(built).nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("K", [1, 3])
+@pytest.mark.parametrize("word", ["token", "static", "none"])
+def test_one_token_decodes_by_its_own_tiles(K: int, word: str) -> None:
+    """Also where a block of slots is not full."""
+    case = with_scheme(problem(K, T=1, H=144, I=48, E=4, K=K), word)
+    pair = eager.layer_products(ExpertsArguments(*case.args, **case.options))
+    decode = variants._decode(*pair)
+    assert decode is not None and is_taken(case, decode)
+    found = run(case, decode)
+    if word == "none":
+        assert_close(found, case)
+    else:
+        assert torch.equal(found, run(case))
 
 
 def test_the_cases_are_taken() -> None:

@@ -69,6 +69,16 @@ def test_one_graph_for_all_numbers_of_tokens(word: str) -> None:
     assert graphs == 1
 
 
+def test_int8_rows_of_many_tokens() -> None:
+    """Where the kernels of many rows take rows that are codes already."""
+    case = problem(4, T=600, H=256, I=128, E=8, K=2).to("cuda")
+    codes = torch.randint(-127, 128, (600, 256), dtype=torch.int8, device="cuda")
+    scale = torch.rand(600, 1, device="cuda") * 1e-2
+    case = case.with_(hidden_states=codes, a13_scale=scale)
+    assert torch.equal(compiled(case), case.run())
+    assert torch.equal(compiled(case, dynamic=True), case.run())
+
+
 def test_fused_neighbours_change_no_bit() -> None:
     """The norm's bf16 result is what gets quantised, fused or not."""
     case = problem(2, T=65, H=512, I=256, E=8, K=2).to("cuda")

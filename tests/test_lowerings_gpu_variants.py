@@ -39,7 +39,9 @@ def test_variants_give_the_same_bits(T: int, word: str) -> None:
     biases = {"w13_bias": torch.randn(8, 512), "w2_bias": torch.randn(8, 512)}
     case = sized(T, word, alpha=1.7, beta=1.0, limit=2.0, **biases)
     expected = run_apart(case)
-    assert word == "none" or found(case)
+    if word == "none" and not found(case):
+        pytest.skip("weight-only experts have no variant for so many contributions")
+    assert found(case)
     for variant in found(case):
         with variants.forced(variant):
             out = case.run()

@@ -36,8 +36,8 @@ def facts(arch: str) -> DeviceFacts:
 def products(a_bytes: int) -> list[tuple[tiles.Product, tiles.Product]]:
     return [
         (
-            tiles.Product(tokens * K, E, H, width, 2, a_bytes),
-            tiles.Product(tokens * K, E, width, H, 1, a_bytes),
+            tiles.Product(tokens * K, E, H, width, 2, a_bytes, K),
+            tiles.Product(tokens * K, E, width, H, 1, a_bytes, K),
         )
         for (E, K, H, width), tokens in itertools.product(SIZES, TOKENS)
     ]

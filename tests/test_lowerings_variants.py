@@ -49,26 +49,33 @@ def test_what_was_measured_is_chosen_on_hopper_alone() -> None:
         rows = tiles.rows_per_expert(up.contributions, up.experts)
         is_deep = min(up.depth, down.depth) >= 128 and up.depth % 16 == down.depth % 16 == 0
         is_even = up.depth % 128 == down.depth % 128 == 0
-        assert (chosen.name == "fused") == (is_deep and (rows > 24 or not is_even))
+        tokens, codes = up.contributions // up.top_k, 3 * up.depth * up.width
+        is_spread = codes <= 16 << 20 and 2 * up.contributions <= up.experts
+        is_decode = tokens == 1 or (tokens <= 4 and is_spread)
+        expected = "fused" if rows > 24 or not is_even else "apart"
+        expected = "decode" if is_decode else expected
+        assert chosen.name == (expected if is_deep else "apart")
         if chosen.name == "fused":
             assert chosen.up.block_m == chosen.down.block_m
             assert chosen in variants.candidates(up, down, facts("sm_90"), Features(quant))
 
 
-def test_the_schedule_of_a_symbolic_size_chooses_as_each_size_does() -> None:
-    up, down = tiles.Product(1, 64, 2048, 1024, 2), tiles.Product(1, 64, 1024, 2048)
+@pytest.mark.parametrize(("E", "H", "I"), [(64, 2048, 1024), (8, 4096, 14336), (32, 2880, 2880)])
+def test_the_schedule_of_a_symbolic_size_chooses_as_each_size_does(E: int, H: int, I: int) -> None:  # noqa: E741
+    up, down = tiles.Product(1, E, H, I, 2, 1, 4), tiles.Product(1, E, I, H, 1, 1, 4)
     found = variants.schedule(up, down, facts("sm_90"), Features())
     assert found is not None and found.steps[-1][0] == variants.EVERY_SIZE
-    for rows in (40, 100, 1000):
-        sized = [replace(product, contributions=rows * 64) for product in (up, down)]
-        chosen = next(variant for most, variant in found.steps if rows * 64 <= most)
+    assert all(variant.name == "fused" for _, variant in found.steps)
+    for rows in (25, 40, 62, 100, 300, 600, 1000):
+        sized = [replace(product, contributions=rows * E) for product in (up, down)]
+        chosen = next(variant for most, variant in found.steps if rows * E <= most)
         assert chosen == variants.choose(*sized, facts("sm_90"), Features())
     for arch, has in (("sm_80", Features()), ("sm_90", Features("tensor"))):
         assert variants.schedule(up, down, facts(arch), has) is None
 
 
 def test_a_forced_variant_yields_to_calls_that_it_does_not_take() -> None:
-    up, down = products(1)[0]
+    up, down = next(pair for pair in products(1) if pair[0].contributions == 16 * pair[0].top_k)
     device, wanted = facts("sm_90"), Variant("fused", FIRST, SECOND)
     with variants.forced(wanted):
         assert variants.choose(up, down, device, Features()) == wanted
