@@ -114,7 +114,8 @@ def converted_weight(name: str, codes: Tensor, scale: Tensor, dtype: torch.dtype
     Kept as long as the tensor of codes lives. Raises ValueError for a tensor whose changes torch
     does not count, RuntimeError while a CUDA graph is recorded: the conversion would be replayed.
     """
-    state = (_state(name, codes), _state(f"{name}_scale", scale))
+    # humming is told the dtype of its products when it converts.
+    state = (dtype, _state(name, codes), _state(f"{name}_scale", scale))
     known = _converted.get(codes)
     if known is not None and known[0] == state:
         return known[1]  # type: ignore[no-any-return]
