@@ -26,7 +26,8 @@ SPREAD_COLUMNS: Final = 8192
 WHOLE_ROW: Final = 16384
 # More contributions than this leave "decode" behind: it reads an expert once for each.
 DECODE_CONTRIBUTIONS: Final = 64
-# Words of codes that a warp of its second product holds; codes of an expert that counts as small.
+# Words of codes that a warp of its second product holds; codes of an expert that counts as small
+# (benchmarks/sweep_decode.py, H200).
 DECODE_WORDS: Final = 4096
 SMALL_EXPERT: Final = 16 << 20
 # Contributions are counted in 32 bits.
