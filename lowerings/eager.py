@@ -43,7 +43,7 @@ def experts(call: ExpertsArguments) -> Tensor:
     x, contributions = call.hidden_states, call.topk_ids.numel()
     if contributions == 0 or call.w13.shape[0] == 0:
         return torch.zeros(x.shape, dtype=call.result_dtype, device=x.device)
-    variant = variants.forced_variant(contributions) or layer_variant(call, contributions)
+    variant = variants.forced_variant(contributions) or layer_variant(call)
     with device_of(x):
         if variant.name != "apart":
             from . import eager_variants
@@ -86,52 +86,26 @@ def facts_of(device: torch.device) -> DeviceFacts:
     return DeviceFacts.of(device)
 
 
-def layer_variant(
-    call: ExpertsArguments, contributions: int, *, is_apart: bool = False
-) -> variants.Variant:
-    """Return the kernels of a call by its sizes; what else it has may keep them from taking it.
+Sizes = tuple[int, int, tuple[int, ...], bool, int, int]
 
-    is_apart: those that take every call.
-    """
+
+def _sizes(call: ExpertsArguments) -> Sizes:
+    """Return what both products of a call depend on, as _products takes it."""
     is_float = call.activation_quant == "none"
-    return _layer_variant(
-        contributions,
+    return (
+        call.topk_ids.numel(),
         call.topk_ids.shape[1],
         tuple(call.w13.shape),
         call.gated,
         call.hidden_states.element_size() if is_float else 1,
         call.result_dtype.itemsize if is_float else 1,
-        call.hidden_states.device,
-        is_apart,
     )
-
-
-@functools.lru_cache(maxsize=4096)
-def _layer_variant(
-    contributions: int,
-    top_k: int,
-    w13_shape: tuple[int, int, int],
-    gated: bool,
-    up_bytes: int,
-    down_bytes: int,
-    device: torch.device,
-    is_apart: bool,
-) -> variants.Variant:
-    pair = _products(contributions, top_k, w13_shape, gated, up_bytes, down_bytes)
-    if is_apart:
-        return variants.Variant("apart", *tiles.choose_pair(*pair, facts_of(device)))
-    return variants.choose(*pair, facts_of(device), variants.Features())
-
-
-def apart_variant(call: ExpertsArguments) -> variants.Variant:
-    """Return the kernels that take every call."""
-    return layer_variant(call, call.topk_ids.numel(), is_apart=True)
 
 
 def _products(
     contributions: int,
     top_k: int,
-    w13_shape: tuple[int, int, int],
+    w13_shape: tuple[int, ...],
     gated: bool,
     up_bytes: int,
     down_bytes: int,
@@ -146,15 +120,25 @@ def _products(
 
 def layer_products(call: ExpertsArguments) -> tuple[tiles.Product, tiles.Product]:
     """Return both products of a call."""
-    is_float = call.activation_quant == "none"
-    return _products(
-        call.topk_ids.numel(),
-        call.topk_ids.shape[1],
-        (call.w13.shape[0], call.w13.shape[1], call.w13.shape[2]),
-        call.gated,
-        call.hidden_states.element_size() if is_float else 1,
-        call.result_dtype.itemsize if is_float else 1,
-    )
+    return _products(*_sizes(call))
+
+
+def layer_variant(call: ExpertsArguments) -> variants.Variant:
+    """Return the kernels of a call by its sizes; what else it has may keep them from taking it."""
+    return _layer_variant(_sizes(call), call.hidden_states.device, False)
+
+
+def apart_variant(call: ExpertsArguments) -> variants.Variant:
+    """Return the kernels that take every call."""
+    return _layer_variant(_sizes(call), call.hidden_states.device, True)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layer_variant(sizes: Sizes, device: torch.device, is_apart: bool) -> variants.Variant:
+    pair = _products(*sizes)
+    if is_apart:
+        return variants.Variant("apart", *tiles.choose_pair(*pair, facts_of(device)))
+    return variants.choose(*pair, facts_of(device), variants.Features())
 
 
 def first_rows(call: ExpertsArguments, plan: routing.Plan) -> Rows:
