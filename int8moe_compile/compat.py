@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import re
@@ -262,23 +263,65 @@ def launch_in_graph(
     grid: tuple[Any, Any, Any],
     arguments: dict[str, Any],
     descriptors: Mapping[str, tuple[int, ...]] | None = None,
+    *,
+    is_early: bool = False,
 ) -> None:
     """Add the launch of a Triton kernel, which writes buffers among its arguments, to the graph.
 
-    descriptors: the block of each argument that the kernel reads by tensor descriptor. Removable
-    when Inductor offers lowerings a public way to launch a user's Triton kernel.
+    descriptors: the block of each argument that the kernel reads by tensor descriptor; is_early:
+    launch it before the kernel ahead has ended, and say so in its argument PDL. Removable when
+    Inductor offers lowerings a public way to launch a user's Triton kernel, with its options.
     """
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
     from torch._inductor.ir import UserDefinedTritonKernel
 
-    UserDefinedTritonKernel(
+    node = _early_launch() if is_early else UserDefinedTritonKernel
+    node(
         kernel_idx=kernel_side_table.add_kernel(kernel),
         grid=[grid],
         tma_descriptor_metadata={
             name: ("stable", (block,)) for name, block in (descriptors or {}).items()
         },
-        kernel_args=arguments,
+        kernel_args={**arguments, "PDL": False},
     )
+
+
+@functools.cache
+def _early_launch() -> Any:
+    """Return the node of a launch before the kernel ahead has ended.
+
+    Inductor takes a kernel that waits to write all of its arguments, so that it sees one without.
+    And it compiles for such a launch what has "launch_pdl" in triton_meta, which it leaves out of
+    a user's kernels, so that is put into the text of the definition.
+    """
+    from torch._inductor.ir import UserDefinedTritonKernel
+
+    class EarlyLaunch(UserDefinedTritonKernel):
+        def codegen(self, wrapper: Any) -> None:
+            self.kwargs["PDL"] = True
+            define = wrapper.define_kernel
+
+            def define_early(name: str, body: str, *args: Any, **options: Any) -> None:
+                begin = "triton_meta={"
+                if body.count(begin) != 1:
+                    raise RuntimeError(f"kernel {name}: wanted one {begin!r} in its definition")
+                define(name, body.replace(begin, begin + "'launch_pdl': True, "), *args, **options)
+
+            wrapper.define_kernel = define_early
+            try:
+                super().codegen(wrapper)
+            finally:
+                del wrapper.define_kernel
+
+    return EarlyLaunch
+
+
+def inductor_launches_early() -> bool:
+    """Say whether the user has Inductor's own kernels launched before those ahead have ended.
+
+    Removable when every such kernel waits for what is ahead.
+    """
+    return bool(getattr(torch._inductor.config.triton, "enable_pdl", False))
 
 
 def tracing_for_inductor() -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent_launch import let_next_start, wait_for_earlier
 from .fused_tiles import rounded
 from .routing_kernels import local_expert
 from .tile_math import code_unit, codes_to_float, encode
@@ -52,18 +53,26 @@ def row_sums(
     DOT4: tl.constexpr,
     PACKED: tl.constexpr,  # not INTEGER: see codes_to_float
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> tl.tensor:
-    """Return the sums [R, N] of products along whole rows: exact in int32, or in fp32."""
+    """Return the sums [R, N] of products along whole rows: exact in int32, or in fp32.
+
+    The weights are on their way when the wait for the kernels ahead, which write a, begins.
+    """
     if INTEGER:
         word = tl.arange(0, BLOCK_K // 4)[None, None, :]
         mask = is_live & (word < depth // 4)
         w = tl.load(word_pointer(w_rows) + word, mask, other=0, eviction_policy="evict_first")
+        wait_for_earlier(PDL)
+        let_next_start(PDL)
         a = tl.load(word_pointer(a_rows) + word, mask, other=0)
         return tl.sum(word_products(a, w, DOT4), axis=2)
     else:
         k = tl.arange(0, BLOCK_K)[None, None, :]
         mask = is_live & (k < depth)
         w = tl.load(w_rows + k, mask, other=0, eviction_policy="evict_first")
+        wait_for_earlier(PDL)
+        let_next_start(PDL)
         a = tl.load(a_rows + k, mask, other=0.0)
         floats = codes_to_float(w, a.dtype, PACKED).to(tl.float32)
         sums = tl.sum(a.to(tl.float32) * floats, axis=2)
@@ -109,11 +118,14 @@ def decode_up_kernel(
     PACKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # a whole row
+    IS_ROUTED: tl.constexpr,  # PDL: ids were there before the kernel ahead started
+    PDL: tl.constexpr = False,
 ):
     """First product of one contribution and some rows of its expert's weights.
 
     h = dequantize(w13[expert] @ a[token]) + bias; out = round(f(h[:I]) * (h[I:] + beta))
     """
+    wait_for_earlier(PDL and not IS_ROUTED)
     column_blocks = tl.cdiv(width, BLOCK_N)
     contribution = tl.program_id(0) // column_blocks
     found = local_expert(
@@ -146,6 +158,7 @@ def decode_up_kernel(
             DOT4,
             PACKED,
             BLOCK_K,
+            PDL,
         )
         gate, up = split_panels(sums, GATED, 1, BLOCK_N)
         column = first + tl.arange(0, BLOCK_N)
@@ -174,6 +187,8 @@ def decode_up_kernel(
             value = encode(value.to(tl.float32), scale)
         out_ptrs = out_ptr + contribution.to(tl.int64) * width + column[None, :]
         tl.store(out_ptrs, value, mask=(column < width)[None, :])
+    else:
+        wait_for_earlier(PDL)
 
 
 @triton.jit
@@ -224,6 +239,7 @@ def decode_down_kernel(
     SLOTS: tl.constexpr,  # K, or the next power of two
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # a whole row
+    PDL: tl.constexpr = False,
 ):
     """Second product of one token and some columns, summed over its slots in their order.
 
@@ -260,6 +276,7 @@ def decode_down_kernel(
         DOT4,
         PACKED,
         BLOCK_K,
+        PDL,
     )
     a_scale = row_scales(a_scale_ptr, tl.where(found >= 0, contribution, 0), INTEGER, HAS_ROW_SCALE)
     if INTEGER:

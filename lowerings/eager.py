@@ -62,13 +62,21 @@ def experts(call: ExpertsArguments) -> Tensor:
         return combine(call, launch_down(call, plan, rows, down), plan)
 
 
-def combine(call: ExpertsArguments, parts: Tensor, plan: routing.Plan) -> Tensor:
-    """Return the sum [T, H] of contributions [T*K, H]."""
+def combine(
+    call: ExpertsArguments, parts: Tensor, plan: routing.Plan, *, is_early: bool = False
+) -> Tensor:
+    """Return the sum [T, H] of contributions [T*K, H]; is_early: see dependent_launch.py."""
     output = torch.empty(call.hidden_states.shape, dtype=parts.dtype, device=parts.device)
     tokens, hidden = output.shape
     grid = (tokens * triton.cdiv(hidden, COMBINE_BLOCK),)
     kernels.combine_kernel[grid](
-        output, parts, plan.local, hidden, parts.shape[0] // tokens, COMBINE_BLOCK
+        output,
+        parts,
+        plan.local,
+        hidden,
+        parts.shape[0] // tokens,
+        COMBINE_BLOCK,
+        **routing.early_options(is_early),
     )
     return output
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent_launch import wait_for_earlier
 from .tile_math import encode, magnitude_bits, scale_of
 from .tile_products import down_tile, tile_of, up_tile
 
@@ -372,8 +373,10 @@ def combine_kernel(
     width,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Sum a token's live contributions in fp32 in slot order; the others are selected away."""
+    wait_for_earlier(PDL)
     column_blocks = tl.cdiv(width, BLOCK)
     token = (tl.program_id(0) // column_blocks).to(tl.int64)
     column = tl.program_id(0) % column_blocks * BLOCK + tl.arange(0, BLOCK)

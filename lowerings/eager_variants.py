@@ -22,6 +22,9 @@ class EagerHost:
         self.call = call
         self.dtype = call.result_dtype
         self.device = call.hidden_states.device
+        facts = eager.facts_of(self.device)
+        self.is_early = variants.starts_early(call.topk_ids.numel(), facts)
+        self.is_first = True
 
     def size(self, x: Tensor) -> list[int]:
         """Return a tensor's sizes."""
@@ -52,8 +55,20 @@ class EagerHost:
         return TensorDescriptor.from_tensor(x, block)
 
     def launch(self, kernel: Any, programs: int, arguments: dict[str, Any], tile: Any) -> None:
-        """Launch a kernel now."""
-        kernel[(programs,)](**arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+        """Launch a kernel now: the first one when all others have ended, see dependent_launch."""
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        if self.is_early and not self.is_first:
+            options["launch_pdl"] = True
+        self.is_first = False
+        kernel[(programs,)](**arguments, PDL=self.is_early, **options)
+
+    def lines_ahead(self, contributions: Any, experts: int) -> int:
+        """Return how many lines of weights a product fetches while it waits."""
+        return variants.lines_ahead(contributions, experts) if self.is_early else 0
+
+    def is_routed(self) -> bool:
+        """Say whether the routing was there before the first launch."""
+        return True
 
     def cdiv(self, a: int, b: int) -> int:
         """Return a / b, rounded up."""
@@ -106,15 +121,22 @@ def experts(call: ExpertsArguments, variant: variants.Variant) -> Tensor | None:
     if variant.name == "decode":
         output: Tensor = variant_layers.decode(host, variant, None)
         return output
+    is_by_token = variant.up.loads != "both"
+    is_plain = call.hidden_states.dtype != torch.int8 and not call.apply_router_weight_on_input
+    rows = None
+    if is_by_token and is_plain and up.depth <= variants.WHOLE_ROW:
+        rows = variant_layers.codes(host, host.contiguous(call.hidden_states), call.a13_scale)
     plan = routing.plan(
         call.topk_ids,
         call.expert_map,
         num_experts=call.w13.shape[0],
         block_m=variant.up.block_m,
-        is_inverse_wanted=variant.up.loads == "both",
+        is_inverse_wanted=not is_by_token,
+        is_early=host.is_early,
     )
-    rows = None
-    if variant.up.loads != "both":
+    if is_by_token and rows is None:
         first = eager.first_rows(call, plan)
         rows = (first.values, first.scale, first.has_row_scale)
-    return eager.combine(call, variant_layers.fused(host, variant, plan, rows), plan)
+    host.is_first = False
+    parts = variant_layers.fused(host, variant, plan, rows)
+    return eager.combine(call, parts, plan, is_early=host.is_early)

@@ -58,7 +58,8 @@ def lower(call: Any) -> ir.TensorBox:
     device = DeviceFacts.of(hidden.get_device())
     is_sized = (tokens * top_k).is_number
     # Asking for the features realizes the weights and guards their strides: only where they count.
-    asked = variants.asked_for(up, down, device, is_sized=is_sized)
+    mode = {"is_sized": is_sized, "is_tuned": is_tuned()}
+    asked = variants.asked_for(up, down, device, **mode)
     scheduled_for = None if is_sized else variants.asked_schedule(up, down, device)
     features = variants.Features()
     if asked is not None or scheduled_for is not None:
@@ -66,9 +67,9 @@ def lower(call: Any) -> ir.TensorBox:
     schedule = None if is_sized else variants.schedule(up, down, device, features)
     if schedule is not None:
         return scheduled(call, dtype, up.experts, device, schedule)
-    variant = variants.choose(up, down, device, features, is_sized=is_sized)
+    variant = variants.choose(up, down, device, features, **mode)
     if variant.name == "decode":
-        host = gpu_variants.GraphHost(call, dtype, device)
+        host = gpu_variants.GraphHost(call, dtype, device, contributions=up.contributions)
         output: ir.TensorBox = variant_layers.decode(host, variant, by_token(call, None))
         return output
     is_fused = variant.name == "fused"
@@ -79,9 +80,10 @@ def lower(call: Any) -> ir.TensorBox:
         num_experts=up.experts,
         block_m=block_m,
         is_inverse_wanted=is_fused and variant.up.loads == "both",
+        is_early=is_fused and gpu_variants.starts_early(up.contributions, device),
     )
     if is_fused:
-        host = gpu_variants.GraphHost(call, dtype, device)
+        host = gpu_variants.GraphHost(call, dtype, device, contributions=up.contributions)
         rows = None if variant.up.loads == "both" else by_token(call, routing.local)
         parts = variant_layers.fused(host, variant, routing, rows)
     else:
@@ -114,10 +116,14 @@ def scheduled(
         is_wanted = is_between(tokens * top_k, least, most)
         least = most
         if variant.name == "decode":
-            host = gpu_variants.GraphHost(call, dtype, device, is_wanted=is_wanted)
+            host = gpu_variants.GraphHost(
+                call, dtype, device, contributions=most, is_wanted=is_wanted
+            )
             decode.append((most, variant, host))
             continue
-        host = gpu_variants.GraphHost(call, dtype, device, is_wanted=is_wanted, shared=shared)
+        host = gpu_variants.GraphHost(
+            call, dtype, device, contributions=most, is_wanted=is_wanted, shared=shared
+        )
         routing = plan(
             call.topk_ids,
             call.expert_map,
@@ -126,6 +132,7 @@ def scheduled(
             is_inverse_wanted=variant.up.loads == "both",
             is_wanted=is_wanted,
             empty=host.empty,
+            is_early=host.is_early,
         )
         fused.append((variant, routing, host))
     # Quantised once for all that take rows by token, and after every routing, which it may read.
@@ -150,6 +157,11 @@ def by_token(call: Any, local: ir.TensorBox | None) -> tuple[Any, Any, bool]:
     """Return what enters w13 as variants' kernels take it: values, scale, whether one a row."""
     rows = first_rows(call, local)
     return rows.values, rows.scale, rows.is_scale_per_row
+
+
+def is_tuned() -> bool:
+    """Say whether the user has tiles compared by time."""
+    return bool(config.max_autotune or config.max_autotune_gemm)
 
 
 def result_dtype(call: Any) -> torch.dtype:
@@ -288,7 +300,7 @@ def _product(
         "STRIDE_WN": strides[1],
     }
     found: Sequence[tiles.Tile] = (tile,)
-    if config.max_autotune or config.max_autotune_gemm:
+    if is_tuned():
         found = tiles.candidates(product, layer.device, tile.block_m)
     return templates.product(
         name,

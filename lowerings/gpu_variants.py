@@ -17,7 +17,7 @@ from torch._inductor.lowering import empty_strided
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import CeilDiv, Min
 
-from ..compat import launch_in_graph
+from .. import compat
 from ..oracle import DeviceFacts
 from . import tiles, variants
 from .eager import scale_columns
@@ -48,12 +48,14 @@ class GraphHost:
         dtype: torch.dtype,
         device: DeviceFacts,
         *,
+        contributions: int,
         is_wanted: Any = 1,
         shared: dict[Any, Any] | None = None,
     ) -> None:
-        """Take a call; is_wanted: 1, or an expression that is 0 where nothing is to be launched.
+        """Take a call of at most so many contributions, in a graph of one size likely so many.
 
-        shared: buffers of other hosts of the call, whose kernels are not launched where these are.
+        is_wanted: 1, or an expression that is 0 where nothing is to be launched; shared: buffers of
+        other hosts of the call, whose kernels are not launched where these are.
         """
         contiguous = self.contiguous
         self.call = call._replace(
@@ -71,6 +73,7 @@ class GraphHost:
         self.shared = shared
         self.made: Counter[Any] = Counter()
         self.device = call.hidden_states.get_device()
+        self.is_early = starts_early(contributions, device)
 
     def flat(self, x: Any) -> Any:
         """Return given scales of the activations as [values]."""
@@ -125,7 +128,16 @@ class GraphHost:
         blocks = {n: a.block for n, a in arguments.items() if isinstance(a, Described)}
         plain = {n: a.tensor if n in blocks else a for n, a in arguments.items()}
         grid = (programs * self.is_wanted, 1, 1)
-        launch_in_graph(configured(kernel, tile.num_warps, tile.num_stages), grid, plain, blocks)
+        kernel = configured(kernel, tile.num_warps, tile.num_stages)
+        compat.launch_in_graph(kernel, grid, plain, blocks, is_early=self.is_early)
+
+    def lines_ahead(self, contributions: Any, experts: int) -> int:
+        """Return how many lines of weights a product fetches while it waits."""
+        return variants.lines_ahead(contributions, experts) if self.is_early else 0
+
+    def is_routed(self) -> bool:
+        """Say that ids may come from the kernel ahead."""
+        return False
 
     def cdiv(self, a: Any, b: int) -> Any:
         """Return a / b, rounded up."""
@@ -149,6 +161,15 @@ class GraphHost:
     def column_name(self, scale: Any, weight: Any) -> str:
         """Name how a scale belongs to its weight."""
         return scale_columns(self.size(scale)[1], self.size(weight)[1])
+
+
+def starts_early(contributions: int, device: DeviceFacts) -> bool:
+    """Say whether kernels of this graph start before those ahead have ended.
+
+    Not where Inductor's own do: some of those end without having waited (torch 2.11-2.13).
+    """
+    is_plain = not V.graph.cpp_wrapper and not compat.inductor_launches_early()
+    return is_plain and variants.starts_early(contributions, device)
 
 
 def _boxed(x: Any) -> ir.TensorBox:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent_launch import let_next_start, wait_for_earlier
 from .tile_math import encode, magnitude_bits, scale_of
 
 
@@ -27,11 +28,14 @@ def spread_kernel(
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # a whole row
+    PDL: tl.constexpr = False,
 ):
     """Quantise every token once and store its codes at each of its positions.
 
     codes[inverse[token * K + slot]] = round(x[token] / scale)
     """
+    wait_for_earlier(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     row_mask = row < num_rows
@@ -67,8 +71,11 @@ def requantize_kernel(
     HAS_LIVE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # a whole row
+    PDL: tl.constexpr = False,
 ):
     """Quantise the rows of the intermediate in one read: codes = round(x / scale)."""
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = row < num_rows
     if HAS_LIVE:

@@ -56,6 +56,11 @@ class Plan:
         return self.tiles.shape[0] - 1
 
 
+def early_options(is_early: bool) -> dict[str, bool]:
+    """Return the options of a launch before the kernel ahead has ended, which few devices know."""
+    return {"PDL": True, "launch_pdl": True} if is_early else {}
+
+
 def plan(
     topk_ids: Tensor,
     expert_map: Tensor | None,
@@ -63,8 +68,12 @@ def plan(
     num_experts: int,
     block_m: int,
     is_inverse_wanted: bool = False,
+    is_early: bool = False,
 ) -> Plan:
-    """Launch the routing of T*K > 0 contributions on the current device; one or two kernels."""
+    """Launch the routing of T*K > 0 contributions on the current device; one or two kernels.
+
+    is_early: before what is ahead has ended, see dependent_launch.py.
+    """
     contributions, top_k = topk_ids.numel(), topk_ids.shape[1]
     device = topk_ids.device
     order = torch.empty(contributions, dtype=torch.int32, device=device)
@@ -79,10 +88,21 @@ def plan(
     shape = (contributions, top_k, num_experts, map_size, *topk_ids.stride())
     read = {"HAS_MAP": expert_map is not None, "IS_FLAT": topk_ids.is_contiguous()}
     placed = {"BLOCK_M": block_m, "HAS_INVERSE": is_inverse_wanted}
+    early = early_options(is_early)
     if contributions <= ONE_LAUNCH:
         sizes = place_sizes(contributions, num_experts)
         kernels.place_kernel[(num_experts,)](
-            order, local, tiles, inverse, topk_ids, expert_map, *shape, **read, **placed, **sizes
+            order,
+            local,
+            tiles,
+            inverse,
+            topk_ids,
+            expert_map,
+            *shape,
+            **read,
+            **placed,
+            **sizes,
+            **early,
         )
         return Plan(order, local, tiles, inverse)
 
@@ -91,10 +111,10 @@ def plan(
     counts = torch.empty((chunks, sizes["BINS"]), dtype=torch.int32, device=device)
     ranks = torch.empty_like(order)
     kernels.count_kernel[(chunks,)](
-        counts, ranks, local, topk_ids, expert_map, *shape, **read, **sizes
+        counts, ranks, local, topk_ids, expert_map, *shape, **read, **sizes, **early
     )
     kernels.scatter_kernel[(chunks,)](
-        order, tiles, inverse, counts, ranks, local, contributions, **placed, **sizes
+        order, tiles, inverse, counts, ranks, local, contributions, **placed, **sizes, **early
     )
     return Plan(order, local, tiles, inverse)
 

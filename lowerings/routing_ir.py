@@ -67,10 +67,12 @@ def plan(
     is_inverse_wanted: bool = False,
     is_wanted: Any = 1,
     empty: Callable[..., Any] | None = None,
+    is_early: bool = False,
 ) -> GraphPlan:
     """Put the routing of T*K contributions into the graph; one launch, or two beyond ONE_LAUNCH.
 
-    is_wanted: 1, or an expression that is 0 where nothing is to be launched; empty: makes buffers.
+    is_wanted: 1, or an expression that is 0 where nothing is to be launched; empty: makes buffers;
+    is_early: launch before what is ahead has ended, see dependent_launch.py.
     """
     device = topk_ids.get_device()
     tokens, top_k = topk_ids.get_size()
@@ -107,21 +109,23 @@ def plan(
     }
     if V.graph.sizevars.statically_known_leq(contributions, ONE_LAUNCH):
         sizes = place_sizes(likely_size(contributions), num_experts)
-        _launch("place_kernel", num_experts * is_wanted, {**source, **placed}, sizes)
+        _launch("place_kernel", num_experts * is_wanted, {**source, **placed}, sizes, is_early)
     else:
         sizes = chunk_sizes(num_experts)
         programs = Min(most_chunks(num_experts), CeilDiv(contributions, CHUNK_BLOCK)) * is_wanted
         # As many rows as there may be, so that the table's size is known.
         counts = buffer(most_chunks(num_experts), sizes["BINS"])
         between = {"counts_ptr": counts, "ranks_ptr": buffer(contributions)}
-        _launch("count_kernel", programs, {**source, **between}, sizes)
+        _launch("count_kernel", programs, {**source, **between}, sizes, is_early)
         placed |= between | {"local_ptr": local, "num_contributions": contributions}
-        _launch("scatter_kernel", programs, placed, sizes)
+        _launch("scatter_kernel", programs, placed, sizes, is_early)
     return GraphPlan(order, local, tile_list, inverse)
 
 
-def _launch(name: str, programs: Any, arguments: dict[str, Any], sizes: dict[str, int]) -> None:
+def _launch(
+    name: str, programs: Any, arguments: dict[str, Any], sizes: dict[str, int], is_early: bool
+) -> None:
     """Put one routing kernel into the graph."""
     known = {key: size for key, size in sizes.items() if key != "num_warps"}
     kernel = _configured(name, sizes["num_warps"])
-    launch_in_graph(kernel, (programs, 1, 1), arguments | known)
+    launch_in_graph(kernel, (programs, 1, 1), arguments | known, is_early=is_early)

@@ -23,6 +23,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent_launch import let_next_start, wait_for_earlier
+
 # Tiles of one expert that are written in one step.
 TILE_STEP = tl.constexpr(32)
 # Counts that are read in one step.
@@ -100,11 +102,14 @@ def place_kernel(
     BINS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HAS_INVERSE: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Write the positions of one expert's contributions, and its tiles.
 
     position = first position of the expert + rank among its contributions.
     """
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     total = tl.zeros((BINS,), tl.int32)
@@ -170,11 +175,14 @@ def count_kernel(
     IS_FLAT: tl.constexpr,
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Write local expert and rank of every contribution of one chunk, and each expert's count.
 
     Chunk p of P consists of the blocks p, p + P, ... of BLOCK contributions.
     """
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     chunk = tl.program_id(0)
     row_ptr = counts_ptr + chunk.to(tl.int64) * BINS
     tl.store(row_ptr + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
@@ -226,11 +234,14 @@ def scatter_kernel(
     BINS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HAS_INVERSE: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Write the positions of one chunk's contributions, and a share of the tiles.
 
     position = first position of the expert + those of it in earlier chunks + rank in the chunk.
     """
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     chunk, num_chunks = tl.program_id(0), tl.num_programs(0)
     contribution = chunk * BLOCK + tl.arange(0, BLOCK)
     # Loads that need not wait for the table go before it, and before the stores of a turn.

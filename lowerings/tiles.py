@@ -64,7 +64,7 @@ class Product:
 # Rows an expert gets on average (at most) -> tile of the first (two panels) and second product.
 # Swept on an H200 over the shapes of benchmarks/shapes.py (benchmarks/sweep_tiles.py).
 TABLE: Final[tuple[tuple[float, Tile, Tile], ...]] = (
-    (12, Tile(16, 64, 256, 4, 3), Tile(16, 64, 128, 4, 5)),
+    (12, Tile(16, 64, 256, 4, 4), Tile(16, 64, 128, 4, 5)),
     (24, Tile(32, 64, 256, 4, 3), Tile(32, 128, 128, 4, 4)),
     (66, Tile(64, 64, 128, 4, 4), Tile(64, 128, 128, 4, 3)),
     (768, Tile(128, 128, 128, 8, 4, 8), Tile(128, 256, 128, 8, 4, 8)),
@@ -145,6 +145,12 @@ def limit_of(device: DeviceFacts) -> int:
 def is_rocm(device: DeviceFacts) -> bool:
     """Say whether facts are those of a ROCm device."""
     return device.arch is not None and device.arch.startswith("gfx")
+
+
+def launches_early(device: DeviceFacts) -> bool:
+    """Say whether a kernel can start before the one ahead of it has ended."""
+    is_cuda = device.type == "cuda" and not is_rocm(device)
+    return is_cuda and (device.capability or (0, 0))[0] >= 9
 
 
 def packs_codes(device: DeviceFacts, a_bytes: int) -> bool:

@@ -57,6 +57,12 @@ class Host(Protocol):
     def code_arithmetic(self, x: Any) -> dict[str, bool]:
         """Say what the device has for codes beside x: DOT4 is dp4a, PACKED a conversion."""
 
+    def lines_ahead(self, contributions: Any, experts: int) -> int:
+        """Return how many lines of weights a product fetches while it waits."""
+
+    def is_routed(self) -> bool:
+        """Say whether the routing was there before the kernel ahead of the next one started."""
+
     def column_name(self, scale: Any, weight: Any) -> str:
         """Return how a scale belongs to its weight."""
 
@@ -149,6 +155,7 @@ def _gate(call: Any) -> dict[str, Any]:
 def _blocks(tile: Tile, depth: int) -> dict[str, Any]:
     return {
         "LOADS": tile.loads,
+        "PERSISTENT": tile.programs > 0,
         "FLATTEN": tile.is_flat,
         "PARTS": 2 if tile.has_tail else 1,
         "EVEN_K": depth % tile.block_k == 0,
@@ -198,6 +205,8 @@ def first_product(host: Host, plan: Any, rows: Any, tile: Tile) -> Any:
         **weight,
         "order_ptr": plan.order,
         "tiles_ptr": plan.tiles,
+        "w_ptr": call.w13,
+        "num_experts": experts,
         "top_k": top_k,
         "depth": depth,
         "width": width,
@@ -208,6 +217,7 @@ def first_product(host: Host, plan: Any, rows: Any, tile: Tile) -> Any:
         "HAS_ROW_SCALE": is_per_row,
         "DTYPE": str(host.dtype).removeprefix("torch."),
         "IS_STATIC": is_static,
+        "LINES": host.lines_ahead(contributions, experts),
         **_blocks(tile, depth),
     }
     if tile.loads == "both":
@@ -258,6 +268,7 @@ def second_product(
         "weights_ptr": call.topk_weights,
         "order_ptr": plan.order,
         "tiles_ptr": plan.tiles,
+        "w_ptr": call.w2,
         "top_k": top_k,
         "depth": depth,
         "width": width,
@@ -266,6 +277,7 @@ def second_product(
         "stride_rk": stride_rk,
         "HAS_ROUTER_WEIGHT": not call.apply_router_weight_on_input,
         "HAS_ROW_SCALE": is_per_row,
+        "LINES": host.lines_ahead(1, 0),
         **_blocks(tile, depth),
     }
     if tile.loads == "both":
@@ -301,14 +313,14 @@ def decode(host: Host, variant: variants.Variant, rows: Any | None) -> Any:
     if rows is None and call.activation_quant == "none":
         rows = host.contiguous(call.hidden_states), None, False
     elif rows is None:
-        rows = _codes(host, host.contiguous(call.hidden_states), call.a13_scale)
+        rows = codes(host, host.contiguous(call.hidden_states), call.a13_scale)
     values, scale = _decode_up(host, variant.up, routed, rows), call.a2_scale
     if call.activation_quant == "token":
-        values, scale, _ = _codes(host, values, None)
+        values, scale, _ = codes(host, values, None)
     return _decode_down(host, variant.down, routed, values, scale)
 
 
-def _codes(host: Host, x: Any, given: Any | None) -> tuple[Any, Any, bool]:
+def codes(host: Host, x: Any, given: Any | None) -> tuple[Any, Any, bool]:
     """Quantise rows in a launch of their own, by a given scale or one for each row."""
     codes = host.empty(*host.size(x), dtype=torch.int8)
     scale = host.empty(host.size(x)[0], dtype=torch.float32) if given is None else given
@@ -342,6 +354,7 @@ def _decode_up(host: Host, tile: Tile, routed: dict[str, Any], rows: Any) -> Any
         "HAS_ROW_SCALE": is_per_row,
         "DTYPE": str(host.dtype).removeprefix("torch."),
         "IS_STATIC": is_static,
+        "IS_ROUTED": host.is_routed(),
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
     }

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from .. import compat
 from ..oracle import DeviceFacts
@@ -34,11 +34,18 @@ SMALL_EXPERT: Final = 16 << 20
 EVERY_SIZE: Final = (1 << 31) - 1
 # Descriptors are read in rows of so many codes: what a depth leaves over is multiplied as zeros.
 DESCRIPTOR_K: Final = 128
+# Contributions up to which kernels start before those ahead have ended: with more, launches are
+# no part of the time, and programs that wait hold what others need (Qwen3, 4096 tokens: 1 %).
+EARLY_CONTRIBUTIONS: Final = 8192
+# Lines of 128 bytes of each row of weights that a waiting product fetches into L2. Whole layers of
+# six shapes, 64 to 1024 tokens: 2 lines gain 1 to 2 %, 4 half of that, 8 and more lose.
+AHEAD_LINES: Final = 2
 # The generation whose tables these are: Hopper.
 MEASURED_MAJOR: Final = 9
 
 # Rows an expert gets on average, at most -> tiles of both products; an H200, over the shapes of
-# benchmarks/shapes.py (benchmarks/sweep_tiles.py --fused). Up to FEW_ROWS "apart" is as fast.
+# benchmarks/shapes.py (benchmarks/sweep_tiles.py --fused). Up to FEW_ROWS those of "apart" are as
+# fast.
 FEW_ROWS: Final = 24
 NARROW: Final = Tile(64, 128, 128, 4, 3, 1, "both")
 WIDE: Final = Tile(128, 128, 128, 4, 3, 8, "both", 2, has_tail=True)
@@ -184,9 +191,12 @@ def _fused_table(up: Product, down: Product) -> tuple[tuple[float, Tile, Tile], 
 def _measured_fused(up: Product, down: Product, device: DeviceFacts) -> Variant | None:
     """Return what is faster than "apart" by the tables of "fused"; None where nothing is."""
     rows = tiles.rows_per_expert(up.contributions, up.experts)
-    is_shallow = min(up.depth, down.depth) < DESCRIPTOR_K
-    if up.a_bytes != 1 or is_shallow or (rows <= FEW_ROWS and not _is_uneven(up, down)):
+    if up.a_bytes != 1 or min(up.depth, down.depth) < DESCRIPTOR_K:
         return None
+    if rows <= FEW_ROWS and not _is_uneven(up, down):
+        # The same products; what is faster is that launches overlap.
+        pair = tiles.choose_pair(up, down, device)
+        return Variant("fused", *pair) if starts_early(up.contributions, device) else None
     _, first, second = next(row for row in _fused_table(up, down) if rows <= row[0])
     if up.panels == 1:
         # Measured with gate and up side by side.
@@ -198,6 +208,20 @@ def _measured_fused(up: Product, down: Product, device: DeviceFacts) -> Variant 
 def _fits(variant: Variant, up: Product, down: Product, device: DeviceFacts) -> bool:
     pairs = ((variant.up, up), (variant.down, down))
     return all(tiles.shared_memory(t, p, device) <= tiles.limit_of(device) for t, p in pairs)
+
+
+def starts_early(contributions: int, device: DeviceFacts) -> bool:
+    """Say whether the kernels of a call start before those ahead have ended."""
+    return tiles.launches_early(device) and contributions <= EARLY_CONTRIBUTIONS
+
+
+def lines_ahead(contributions: Any, experts: int) -> int:
+    """Return how many lines of each row of weights a product fetches while it waits.
+
+    The first one does not know yet which experts are wanted: fetched where most of them are.
+    """
+    is_known = isinstance(contributions, int)
+    return AHEAD_LINES if is_known and contributions >= 2 * experts else 0
 
 
 def whole_row(depth: int) -> int:
@@ -285,23 +309,38 @@ def forced(variant: Variant | Schedule) -> Iterator[None]:
 
 
 def asked_for(
-    up: Product, down: Product, device: DeviceFacts, *, is_sized: bool = True
+    up: Product,
+    down: Product,
+    device: DeviceFacts,
+    *,
+    is_sized: bool = True,
+    is_tuned: bool = False,
 ) -> Variant | None:
     """Return the variant that sizes ask for, the forced one or the tables'; None: "apart".
 
     is_sized: the number of tokens is known; otherwise a schedule may hold the tables' for all.
+    is_tuned: tiles of "apart" are compared by time, so that the same products do not replace it.
     """
     forced = forced_variant(up.contributions)
     if forced is not None or not is_sized:
         return forced
-    return _measured(up, down, device)
+    measured = _measured(up, down, device)
+    if is_tuned and measured is not None and measured.name == "fused":
+        return None if measured.up.loads == "pointers" else measured
+    return measured
 
 
 def choose(
-    up: Product, down: Product, device: DeviceFacts, has: Features, *, is_sized: bool = True
+    up: Product,
+    down: Product,
+    device: DeviceFacts,
+    has: Features,
+    *,
+    is_sized: bool = True,
+    is_tuned: bool = False,
 ) -> Variant:
     """Return the variant of a call: what asked_for returns if it takes the call, else "apart"."""
-    asked = asked_for(up, down, device, is_sized=is_sized)
+    asked = asked_for(up, down, device, is_sized=is_sized, is_tuned=is_tuned)
     if asked is not None and takes(asked, up, down, device, has):
         return asked
     return Variant("apart", *tiles.choose_pair(up, down, device))

@@ -101,7 +101,9 @@ def test_static_scales_requantise_in_the_product() -> None:
     scale: Shape = ((1,), FP32)
     source = generated_source(function, [scale, scale, *shapes(64)], tokens=64)
     order = launch_order(source)
-    assert order == [NORM_QUANTIZE, PLACE, PRODUCT, PRODUCT, COMBINE]
+    assert order == [NORM_QUANTIZE, PLACE, "fused_up_kernel", "fused_down_kernel", COMBINE]
+    source = generated_source(function, [scale, scale, *shapes(64)], tokens=64, arch="sm_80")
+    assert launch_order(source) == [NORM_QUANTIZE, PLACE, PRODUCT, PRODUCT, COMBINE]
 
 
 @pytest.mark.parametrize("word", ["token", "none"])

@@ -134,7 +134,30 @@ def test_int8_rows_bring_a_scale_for_each(T: int | str) -> None:
     _, _, _, *rest = shapes(T)
     rows = [((T, 1), torch.float32), ((T, 512), torch.int8), *rest]
     order = launch_order(generated_source(int8_rows, rows, tokens=300))
-    assert ("fused_up_kernel" in order) == (T != 64)
+    assert "fused_up_kernel" in order
+
+
+@pytest.mark.parametrize(
+    ("T", "arch", "has_early"),
+    [(1, "sm_90", True), (64, "sm_90", True), (8192, "sm_90", False), (64, "sm_80", False)],
+)
+def test_launches_before_the_kernel_ahead_ends(T: int, arch: str, has_early: bool) -> None:
+    """Ours alone, of few tokens, and not where the user has Inductor launch its own so."""
+    source = generated_source(block(), shapes(T), tokens=T, arch=arch)
+    ours = sum(name.endswith("_kernel") for name in launch_order(source))
+    assert source.count("'launch_pdl': True") == source.count("'PDL': True") == ours * has_early
+    with torch._inductor.config.patch("triton.enable_pdl", True):
+        source = generated_source(block(), shapes(T), tokens=T, arch=arch)
+    assert "'PDL': True" not in source
+
+
+def test_one_graph_launches_early_at_few_tokens() -> None:
+    source = generated_source(block(), shapes("T"), tokens=300)
+    definitions = re.findall(
+        r"async_compile\.triton\('fused_up_kernel'.*?@triton\.jit", source, re.S
+    )
+    early = ["'launch_pdl': True" in text for text in definitions]
+    assert len(definitions) >= 3 and True in early and False in early
 
 
 @pytest.mark.parametrize("T", [1, 64, 512])

@@ -27,7 +27,7 @@ from int8moe_compile.lowerings import (
 from int8moe_compile.ops.arguments import ExpertsArguments
 from int8moe_compile.oracle import DeviceFacts
 
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 INTEGER_INSTRUCTION = {
     "sm_80": r"mma\.sync\S*\.s32\.s8\.s8\.s32",
     "sm_86": r"mma\.sync\S*\.s32\.s8\.s8\.s32",
@@ -151,7 +151,7 @@ def compile_launch(launch: Launch, arch: str) -> Any:
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
     for index, parameter in enumerate(launch.kernel.params):
-        value = launch.arguments[parameter.name]
+        value = launch.arguments.get(parameter.name, parameter.default)
         is_one = isinstance(value, int) and not isinstance(value, bool) and value == 1
         if parameter.is_constexpr or value is None or is_one:
             signature[parameter.name] = "constexpr"

@@ -52,7 +52,8 @@ def test_what_was_measured_is_chosen_on_hopper_alone() -> None:
         tokens, codes = up.contributions // up.top_k, 3 * up.depth * up.width
         is_spread = codes <= 16 << 20 and 2 * up.contributions <= up.experts
         is_decode = tokens == 1 or (tokens <= 4 and is_spread)
-        expected = "fused" if rows > 24 or not is_even else "apart"
+        is_early = up.contributions <= 8192
+        expected = "fused" if rows > 24 or not is_even or is_early else "apart"
         expected = "decode" if is_decode else expected
         assert chosen.name == (expected if is_deep else "apart")
         if chosen.name == "fused":
@@ -90,7 +91,42 @@ def test_a_forced_variant_yields_to_calls_that_it_does_not_take() -> None:
         assert variants.choose(up, down, facts("sm_80"), Features()).name == "apart"
         odd = replace(up, depth=2040)
         assert variants.choose(odd, down, device, Features()).name == "apart"
-    assert variants.choose(up, down, device, Features()).name == "apart"
+    assert variants.choose(up, down, device, Features()).up.loads == "pointers"
+
+
+def test_max_autotune_compares_tiles_where_only_launches_would_be_faster() -> None:
+    device = facts("sm_90")
+    for up, down in products(1):
+        chosen = variants.choose(up, down, device, Features())
+        tuned = variants.choose(up, down, device, Features(), is_tuned=True)
+        is_same_products = chosen.name == "fused" and chosen.up.loads == "pointers"
+        assert tuned == (replace(chosen, name="apart") if is_same_products else chosen)
+
+
+@pytest.mark.parametrize(
+    ("arch", "T", "is_early"),
+    [("sm_90", 1, True), ("sm_90", 512, True), ("sm_90", 8192, False), ("sm_80", 512, False)],
+)
+def test_kernels_of_few_tokens_start_before_those_ahead_end(
+    arch: str, T: int, is_early: bool
+) -> None:
+    """All but the first of a call; each waits, and products ask for weights before they do."""
+    tile = Tile(16, 64, 128, 4, 3)
+    case = call(T)
+    variant = Variant("fused", tile, tile)
+    if T == 1:
+        variant = Variant("decode", Tile(1, 4, 512, 4, 1), Tile(1, 4, 256, 4, 1))
+    with variants.forced(variant):
+        launches = offline.record(case, arch)
+    options = [launch.options.get("launch_pdl", False) for launch in launches]
+    assert options == [False, *(len(launches) - 1) * [is_early]]
+    for launch in launches:
+        text = offline.assembly(offline.compile_launch(launch, arch))
+        assert ("griddepcontrol.wait" in text) == is_early
+        name = launch.kernel.__name__
+        if is_early and name.startswith(("fused", "decode")):
+            asked = "evict_first" if T == 1 else "prefetch.global.L2"
+            assert text.index(asked) < text.index("griddepcontrol.wait"), name
 
 
 @pytest.mark.parametrize(
@@ -147,8 +183,12 @@ def test_prefill_loads_by_descriptor_and_multiplies_by_warp_groups() -> None:
 def test_descriptors_of_weights_alone_and_static_codes() -> None:
     weights = replace(FIRST, loads="weights", block_m=64, programs=0)
     case = call(512, "static")._replace(a13_scale=torch.empty(1), a2_scale=torch.empty(1))
-    found = compiled(case, Variant("fused", weights, replace(weights, block_n=128)))
-    assert "requantize_kernel" not in found
+    variant = Variant("fused", weights, replace(weights, block_n=128))
+    found = compiled(case, variant)
+    with variants.forced(variant):
+        names = [launch.kernel.__name__ for launch in offline.record(case, "sm_90")]
+    # That of the tokens; the intermediate leaves its product as codes.
+    assert names.count("requantize_kernel") == 1
     for name in ("fused_up_kernel", "fused_down_kernel"):
         assert "cp.async.bulk.tensor" in found[name][0]
 
