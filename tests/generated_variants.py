@@ -153,9 +153,8 @@ def test_launches_before_the_kernel_ahead_ends(T: int, arch: str, has_early: boo
 
 def test_one_graph_launches_early_at_few_tokens() -> None:
     source = generated_source(block(), shapes("T"), tokens=300)
-    definitions = re.findall(
-        r"async_compile\.triton\('fused_up_kernel'.*?@triton\.jit", source, re.S
-    )
+    pattern = r"async_compile\.triton\('fused_up_kernel'.*?@triton\.jit"
+    definitions = re.findall(pattern, source, re.S)
     early = ["'launch_pdl': True" in text for text in definitions]
     assert len(definitions) >= 3 and True in early and False in early
 
