@@ -28,6 +28,14 @@ SIZES = {
 }
 
 
+CONFIGS = {
+    "qwen3_moe": lambda: Qwen3MoeConfig(num_experts=128, **SIZES),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        num_experts=60, shared_expert_intermediate_size=1408, **SIZES
+    ),
+}
+
+
 def launches(source: str) -> list[str]:
     """Return the kernels and library calls of a wrapper, in order."""
     pattern = r"^\s+(?:(\w+)\.run\(|extern_kernels\.(\w+)\(|.*torch\.ops\.([\w.]+)\()"
@@ -38,12 +46,10 @@ def main() -> None:
     """Print the launches of the layer before and after quantisation, and compare the outputs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--models", default=",".join(CONFIGS), help="some of the default ones")
     options = parser.parse_args()
     torch._inductor.config.triton.unique_kernel_names = True
-    for config in (
-        Qwen3MoeConfig(num_experts=128, **SIZES),
-        Qwen2MoeConfig(num_experts=60, shared_expert_intermediate_size=1408, **SIZES),
-    ):
+    for config in (CONFIGS[name]() for name in options.models.split(",")):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().eval()
         ids = torch.randint(0, 1024, (1, options.tokens), device="cuda")

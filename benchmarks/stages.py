@@ -1,4 +1,7 @@
-"""Time every kernel of an eager call apart, to see where a layer's time goes."""
+"""Time every kernel of an eager call apart, to see where a layer's time goes.
+
+Kernels run in turn here; in a call of few tokens one starts before those ahead have ended.
+"""
 
 from __future__ import annotations
 
@@ -62,11 +65,14 @@ def main() -> None:
         name, _, counts = case.partition(":")
         for tokens in (int(count) for count in counts.split(",")):
             args = problem(name, tokens)
-            with forced(args, options.variant):
+            with variants.in_turn(), forced(args, options.variant):
                 for _ in range(2):
                     torch.ops.int8moe.experts(*args)
-            context = forced(args, options.variant)
-            with context, profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            with (
+                variants.in_turn(),
+                forced(args, options.variant),
+                profile(activities=[ProfilerActivity.CUDA]) as recorded,
+            ):
                 for _ in range(8):
                     flush.zero_()
                     torch.ops.int8moe.experts(*args)

@@ -64,7 +64,7 @@ def compile_some(job: tuple[str, int, int]) -> None:
 
 def kernel_times(call: ExpertsArguments, variant: Variant, flush: torch.Tensor) -> dict[str, float]:
     """Return the median microseconds of each launch of a call, by kernel and turn."""
-    with variants.forced(variant):
+    with variants.forced(variant), variants.in_turn():
         for _ in range(2):
             eager.experts(call)
         torch.cuda.synchronize()

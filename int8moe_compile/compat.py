@@ -269,8 +269,8 @@ def launch_in_graph(
     """Add the launch of a Triton kernel, which writes buffers among its arguments, to the graph.
 
     descriptors: the block of each argument that the kernel reads by tensor descriptor; is_early:
-    launch it before the kernel ahead has ended, and say so in its argument PDL. Removable when
-    Inductor offers lowerings a public way to launch a user's Triton kernel, with its options.
+    launch it before the kernel ahead has ended, and say so in the argument PDL that it must have.
+    Removable when Inductor offers lowerings a public way to launch a user's Triton kernel.
     """
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
     from torch._inductor.ir import UserDefinedTritonKernel
@@ -303,8 +303,7 @@ def _early_launch() -> Any:
 
             def define_early(name: str, body: str, *args: Any, **options: Any) -> None:
                 begin = "triton_meta={"
-                if body.count(begin) != 1:
-                    raise RuntimeError(f"kernel {name}: wanted one {begin!r} in its definition")
+                assert body.count(begin) == 1, f"{name}: wanted one {begin!r} in its definition"
                 define(name, body.replace(begin, begin + "'launch_pdl': True, "), *args, **options)
 
             wrapper.define_kernel = define_early
@@ -313,14 +312,14 @@ def _early_launch() -> Any:
             finally:
                 del wrapper.define_kernel
 
+        def can_fuse_epilogue(self) -> bool:  # that would go past codegen (torch 2.13)
+            return False
+
     return EarlyLaunch
 
 
 def inductor_launches_early() -> bool:
-    """Say whether the user has Inductor's own kernels launched before those ahead have ended.
-
-    Removable when every such kernel waits for what is ahead.
-    """
+    """Say whether Inductor launches its own kernels so; removable when all of those wait."""
     return bool(getattr(torch._inductor.config.triton, "enable_pdl", False))
 
 

@@ -118,14 +118,14 @@ def decode_up_kernel(
     PACKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # a whole row
-    IS_ROUTED: tl.constexpr,  # PDL: ids were there before the kernel ahead started
+    IS_OLD: tl.constexpr,  # PDL: ids and weights were there before the kernel ahead started
     PDL: tl.constexpr = False,
 ):
     """First product of one contribution and some rows of its expert's weights.
 
     h = dequantize(w13[expert] @ a[token]) + bias; out = round(f(h[:I]) * (h[I:] + beta))
     """
-    wait_for_earlier(PDL and not IS_ROUTED)
+    wait_for_earlier(PDL and not IS_OLD)
     column_blocks = tl.cdiv(width, BLOCK_N)
     contribution = tl.program_id(0) // column_blocks
     found = local_expert(
@@ -239,12 +239,14 @@ def decode_down_kernel(
     SLOTS: tl.constexpr,  # K, or the next power of two
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # a whole row
+    IS_OLD: tl.constexpr,  # PDL: ids and weights were there before the kernel ahead started
     PDL: tl.constexpr = False,
 ):
     """Second product of one token and some columns, summed over its slots in their order.
 
     out = sum over slots of round((w2[expert] @ a dequantised + bias) * router weight)
     """
+    wait_for_earlier(PDL and not IS_OLD)
     column_blocks = tl.cdiv(width, BLOCK_N)
     token = tl.program_id(0) // column_blocks
     first = tl.program_id(0) % column_blocks * BLOCK_N

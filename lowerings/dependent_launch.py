@@ -5,9 +5,12 @@ ahead has let it (let_next_start) or ended, and sees what earlier kernels wrote 
 (wait_for_earlier). Launches are then hidden, and weights can be read meanwhile.
 
 Every kernel with PDL waits in each of its programs and before its first store, so that who waits
-for it waits for everything earlier, too. Second products read weights and routing before they
-wait: both are older than the first product, which lets the next kernel start only after its own
-wait, and until then nothing behind it starts. Quantising and routing let it start at once.
+for it waits for everything earlier, too. Second products read the routing before they wait: it is
+older than the first product, which lets the next kernel start only after its own wait, and until
+then nothing behind it starts. decode's products read weights and ids so where these come from
+outside of the call or graph, and quantising, launched without this, lies between (IS_OLD).
+Quantising and routing let the next kernel start at once. All of this takes what was launched early
+ahead of the call, by whomever, to have waited as well.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ def let_next_start(PDL: tl.constexpr):
 
 @triton.jit
 def fetch_ahead(rows: tl.tensor, depth, LINES: tl.constexpr):
-    """Start to bring the first lines of rows of codes, [N] pointers, into L2."""
+    """Start to bring the first lines of rows of codes, [N] pointers, into L2; a power of two."""
     offset = tl.minimum(tl.arange(0, LINES) * LINE_BYTES, depth - 1)
     address = (rows[:, None] + offset[None, :]).to(tl.int64)
     tl.inline_asm_elementwise(

@@ -62,10 +62,8 @@ def experts(call: ExpertsArguments) -> Tensor:
         return combine(call, launch_down(call, plan, rows, down), plan)
 
 
-def combine(
-    call: ExpertsArguments, parts: Tensor, plan: routing.Plan, *, is_early: bool = False
-) -> Tensor:
-    """Return the sum [T, H] of contributions [T*K, H]; is_early: see dependent_launch.py."""
+def combine(call: ExpertsArguments, parts: Tensor, plan: routing.Plan, **options: Any) -> Tensor:
+    """Return the sum [T, H] of contributions [T*K, H]."""
     output = torch.empty(call.hidden_states.shape, dtype=parts.dtype, device=parts.device)
     tokens, hidden = output.shape
     grid = (tokens * triton.cdiv(hidden, COMBINE_BLOCK),)
@@ -76,7 +74,7 @@ def combine(
         hidden,
         parts.shape[0] // tokens,
         COMBINE_BLOCK,
-        **routing.early_options(is_early),
+        **options,
     )
     return output
 

@@ -54,20 +54,20 @@ class EagerHost:
         """Return the descriptor of a tensor, read in blocks."""
         return TensorDescriptor.from_tensor(x, block)
 
+    def options(self) -> dict[str, Any]:
+        """Return the options of the next launch: the first starts when all others have ended."""
+        if not self.is_early:
+            return {}
+        was_first, self.is_first = self.is_first, False
+        return {"PDL": True, "launch_pdl": not was_first}
+
     def launch(self, kernel: Any, programs: int, arguments: dict[str, Any], tile: Any) -> None:
-        """Launch a kernel now: the first one when all others have ended, see dependent_launch."""
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        if self.is_early and not self.is_first:
-            options["launch_pdl"] = True
-        self.is_first = False
-        kernel[(programs,)](**arguments, PDL=self.is_early, **options)
+        """Launch a kernel now."""
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **self.options()}
+        kernel[(programs,)](**arguments, **options)
 
-    def lines_ahead(self, contributions: Any, experts: int) -> int:
-        """Return how many lines of weights a product fetches while it waits."""
-        return variants.lines_ahead(contributions, experts) if self.is_early else 0
-
-    def is_routed(self) -> bool:
-        """Say whether the routing was there before the first launch."""
+    def is_old(self, *tensors: Tensor | None) -> bool:
+        """Say that arguments are there: the first launch waits for what writes them."""
         return True
 
     def cdiv(self, a: int, b: int) -> int:
@@ -132,11 +132,10 @@ def experts(call: ExpertsArguments, variant: variants.Variant) -> Tensor | None:
         num_experts=call.w13.shape[0],
         block_m=variant.up.block_m,
         is_inverse_wanted=not is_by_token,
-        is_early=host.is_early,
+        options=host.options,
     )
     if is_by_token and rows is None:
         first = eager.first_rows(call, plan)
         rows = (first.values, first.scale, first.has_row_scale)
-    host.is_first = False
     parts = variant_layers.fused(host, variant, plan, rows)
-    return eager.combine(call, parts, plan, is_early=host.is_early)
+    return eager.combine(call, parts, plan, **host.options())

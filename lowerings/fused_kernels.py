@@ -1,4 +1,4 @@
-"""Grouped products with loads by descriptor and persistent programs, quantising by given scales.
+"""Grouped products, by descriptor or pointers, persistent or not, quantising by given scales.
 
 T tokens, H hidden, I intermediate, E local experts, K experts per token; tiles as in
 fused_rows.py, epilogues as in tile_products.py. With PARTS = 2 an expert's last tile, where it

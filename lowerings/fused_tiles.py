@@ -1,4 +1,4 @@
-"""One tile of a grouped product with loads by descriptor; fused_kernels.py calls these.
+"""The sums of one tile of a grouped product, loaded in three ways; fused_rows.py calls these.
 
 T tokens, H hidden, I intermediate, E local experts, K experts per token; positions as in
 tile_products.py. Rows and weights come by pointers or by tensor descriptors (TMA): LOADS is

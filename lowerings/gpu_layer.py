@@ -58,7 +58,8 @@ def lower(call: Any) -> ir.TensorBox:
     device = DeviceFacts.of(hidden.get_device())
     is_sized = (tokens * top_k).is_number
     # Asking for the features realizes the weights and guards their strides: only where they count.
-    mode = {"is_sized": is_sized, "is_tuned": is_tuned()}
+    is_early = gpu_variants.starts_early(up.contributions, device)
+    mode = {"is_sized": is_sized, "is_early": is_early and not is_tuned()}
     asked = variants.asked_for(up, down, device, **mode)
     scheduled_for = None if is_sized else variants.asked_schedule(up, down, device)
     features = variants.Features()
@@ -80,7 +81,7 @@ def lower(call: Any) -> ir.TensorBox:
         num_experts=up.experts,
         block_m=block_m,
         is_inverse_wanted=is_fused and variant.up.loads == "both",
-        is_early=is_fused and gpu_variants.starts_early(up.contributions, device),
+        is_early=is_fused and is_early,
     )
     if is_fused:
         host = gpu_variants.GraphHost(call, dtype, device, contributions=up.contributions)

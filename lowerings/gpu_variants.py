@@ -131,13 +131,14 @@ class GraphHost:
         kernel = configured(kernel, tile.num_warps, tile.num_stages)
         compat.launch_in_graph(kernel, grid, plain, blocks, is_early=self.is_early)
 
-    def lines_ahead(self, contributions: Any, experts: int) -> int:
-        """Return how many lines of weights a product fetches while it waits."""
-        return variants.lines_ahead(contributions, experts) if self.is_early else 0
+    def is_old(self, *tensors: Any) -> bool:
+        """Say whether tensors come into the graph: a launch that is not early lies between.
 
-    def is_routed(self) -> bool:
-        """Say that ids may come from the kernel ahead."""
-        return False
+        What the graph itself computes may come from the kernel ahead.
+        """
+        names = [tensor.get_name() for tensor in tensors if tensor is not None]
+        outside = V.graph.graph_inputs.keys() | V.graph.constants.keys()
+        return all(name in outside and name not in V.graph.mutated_buffers for name in names)
 
     def cdiv(self, a: Any, b: int) -> Any:
         """Return a / b, rounded up."""

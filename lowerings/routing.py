@@ -6,7 +6,9 @@ nothing is read back to the host.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -56,11 +58,6 @@ class Plan:
         return self.tiles.shape[0] - 1
 
 
-def early_options(is_early: bool) -> dict[str, bool]:
-    """Return the options of a launch before the kernel ahead has ended, which few devices know."""
-    return {"PDL": True, "launch_pdl": True} if is_early else {}
-
-
 def plan(
     topk_ids: Tensor,
     expert_map: Tensor | None,
@@ -68,11 +65,11 @@ def plan(
     num_experts: int,
     block_m: int,
     is_inverse_wanted: bool = False,
-    is_early: bool = False,
+    options: Callable[[], dict[str, Any]] = dict,
 ) -> Plan:
     """Launch the routing of T*K > 0 contributions on the current device; one or two kernels.
 
-    is_early: before what is ahead has ended, see dependent_launch.py.
+    options: returns those of the next launch.
     """
     contributions, top_k = topk_ids.numel(), topk_ids.shape[1]
     device = topk_ids.device
@@ -88,7 +85,6 @@ def plan(
     shape = (contributions, top_k, num_experts, map_size, *topk_ids.stride())
     read = {"HAS_MAP": expert_map is not None, "IS_FLAT": topk_ids.is_contiguous()}
     placed = {"BLOCK_M": block_m, "HAS_INVERSE": is_inverse_wanted}
-    early = early_options(is_early)
     if contributions <= ONE_LAUNCH:
         sizes = place_sizes(contributions, num_experts)
         kernels.place_kernel[(num_experts,)](
@@ -102,7 +98,7 @@ def plan(
             **read,
             **placed,
             **sizes,
-            **early,
+            **options(),
         )
         return Plan(order, local, tiles, inverse)
 
@@ -111,10 +107,10 @@ def plan(
     counts = torch.empty((chunks, sizes["BINS"]), dtype=torch.int32, device=device)
     ranks = torch.empty_like(order)
     kernels.count_kernel[(chunks,)](
-        counts, ranks, local, topk_ids, expert_map, *shape, **read, **sizes, **early
+        counts, ranks, local, topk_ids, expert_map, *shape, **read, **sizes, **options()
     )
     kernels.scatter_kernel[(chunks,)](
-        order, tiles, inverse, counts, ranks, local, contributions, **placed, **sizes, **early
+        order, tiles, inverse, counts, ranks, local, contributions, **placed, **sizes, **options()
     )
     return Plan(order, local, tiles, inverse)
 

@@ -20,6 +20,8 @@ class Host(Protocol):
 
     call: Any
     dtype: torch.dtype
+    # Kernels start before those ahead have ended, see dependent_launch.py.
+    is_early: bool
 
     def size(self, x: Any) -> list[Any]:
         """Return a tensor's sizes."""
@@ -57,11 +59,8 @@ class Host(Protocol):
     def code_arithmetic(self, x: Any) -> dict[str, bool]:
         """Say what the device has for codes beside x: DOT4 is dp4a, PACKED a conversion."""
 
-    def lines_ahead(self, contributions: Any, experts: int) -> int:
-        """Return how many lines of weights a product fetches while it waits."""
-
-    def is_routed(self) -> bool:
-        """Say whether the routing was there before the kernel ahead of the next one started."""
+    def is_old(self, *tensors: Any) -> bool:
+        """Say whether tensors were there before the first launch of the call."""
 
     def column_name(self, scale: Any, weight: Any) -> str:
         """Return how a scale belongs to its weight."""
@@ -217,7 +216,7 @@ def first_product(host: Host, plan: Any, rows: Any, tile: Tile) -> Any:
         "HAS_ROW_SCALE": is_per_row,
         "DTYPE": str(host.dtype).removeprefix("torch."),
         "IS_STATIC": is_static,
-        "LINES": host.lines_ahead(contributions, experts),
+        "LINES": variants.lines_ahead(host.is_early, contributions, experts),
         **_blocks(tile, depth),
     }
     if tile.loads == "both":
@@ -277,7 +276,7 @@ def second_product(
         "stride_rk": stride_rk,
         "HAS_ROUTER_WEIGHT": not call.apply_router_weight_on_input,
         "HAS_ROW_SCALE": is_per_row,
-        "LINES": host.lines_ahead(1, 0),
+        "LINES": variants.lines_ahead(host.is_early),
         **_blocks(tile, depth),
     }
     if tile.loads == "both":
@@ -354,7 +353,8 @@ def _decode_up(host: Host, tile: Tile, routed: dict[str, Any], rows: Any) -> Any
         "HAS_ROW_SCALE": is_per_row,
         "DTYPE": str(host.dtype).removeprefix("torch."),
         "IS_STATIC": is_static,
-        "IS_ROUTED": host.is_routed(),
+        # Without codes this is the first launch, which itself may come early.
+        "IS_OLD": routed["INTEGER"] and host.is_old(call.w13, call.topk_ids, routed["map_ptr"]),
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
     }
@@ -386,6 +386,8 @@ def _decode_down(
         "stride_rt": stride_rt,
         "stride_rk": stride_rk,
         "HAS_ROW_SCALE": call.activation_quant == "token",
+        # The routing is older: the first product has waited for it.
+        "IS_OLD": host.is_old(call.w2),
         "TOP_K": top_k,
         "SLOTS": variants.whole_slots(top_k),
         "BLOCK_N": tile.block_n,

@@ -1,8 +1,9 @@
 """Which sequence of kernels computes a layer, as plain data; host only, needs no GPU.
 
 "apart": quantise, product, quantise, product, sum, by pointers, tiles from tiles.TABLE; everywhere.
-"fused": the same steps with loads by tensor descriptor and persistent programs, quantising by a
-given scale in the first product; chosen where it was measured to be faster (FUSED).
+"fused": the same steps, quantising by a given scale in the first product; with the products of
+"apart" where launches then overlap, with loads by tensor descriptor and persistent programs where
+that was measured to be faster (FUSED).
 "decode": no routing and no sum apart; for one token, and for few of small experts.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -26,26 +28,23 @@ SPREAD_COLUMNS: Final = 8192
 WHOLE_ROW: Final = 16384
 # More contributions than this leave "decode" behind: it reads an expert once for each.
 DECODE_CONTRIBUTIONS: Final = 64
-# Words of codes that a warp of its second product holds; codes of an expert that counts as small
-# (benchmarks/sweep_decode.py, H200).
+# Words that a warp of its second product holds; codes of a small expert (sweep_decode.py, H200).
 DECODE_WORDS: Final = 4096
 SMALL_EXPERT: Final = 16 << 20
 # Contributions are counted in 32 bits.
 EVERY_SIZE: Final = (1 << 31) - 1
 # Descriptors are read in rows of so many codes: what a depth leaves over is multiplied as zeros.
 DESCRIPTOR_K: Final = 128
-# Contributions up to which kernels start before those ahead have ended: with more, launches are
-# no part of the time, and programs that wait hold what others need (Qwen3, 4096 tokens: 1 %).
+# Contributions up to which kernels start before those ahead have ended; Qwen3, 4096 tokens, loses
+# 1 % by it. Lines of 128 bytes of each row of weights that a waiting product fetches into L2: 2
+# gain 1 to 2 % of a layer at 64 to 1024 tokens, 4 half of that, 8 and more lose.
 EARLY_CONTRIBUTIONS: Final = 8192
-# Lines of 128 bytes of each row of weights that a waiting product fetches into L2. Whole layers of
-# six shapes, 64 to 1024 tokens: 2 lines gain 1 to 2 %, 4 half of that, 8 and more lose.
 AHEAD_LINES: Final = 2
 # The generation whose tables these are: Hopper.
 MEASURED_MAJOR: Final = 9
 
 # Rows an expert gets on average, at most -> tiles of both products; an H200, over the shapes of
-# benchmarks/shapes.py (benchmarks/sweep_tiles.py --fused). Up to FEW_ROWS those of "apart" are as
-# fast.
+# benchmarks/shapes.py (benchmarks/sweep_tiles.py --fused). No faster than "apart" up to FEW_ROWS.
 FEW_ROWS: Final = 24
 NARROW: Final = Tile(64, 128, 128, 4, 3, 1, "both")
 WIDE: Final = Tile(128, 128, 128, 4, 3, 8, "both", 2, has_tail=True)
@@ -212,16 +211,17 @@ def _fits(variant: Variant, up: Product, down: Product, device: DeviceFacts) -> 
 
 def starts_early(contributions: int, device: DeviceFacts) -> bool:
     """Say whether the kernels of a call start before those ahead have ended."""
-    return tiles.launches_early(device) and contributions <= EARLY_CONTRIBUTIONS
+    is_few = contributions <= EARLY_CONTRIBUTIONS
+    return is_few and not _in_turn and tiles.launches_early(device)
 
 
-def lines_ahead(contributions: Any, experts: int) -> int:
+def lines_ahead(is_early: bool, contributions: Any = 1, experts: int = 0) -> int:
     """Return how many lines of each row of weights a product fetches while it waits.
 
-    The first one does not know yet which experts are wanted: fetched where most of them are.
+    contributions, experts: of a product that knows no routing yet and hopes for every expert.
     """
-    is_known = isinstance(contributions, int)
-    return AHEAD_LINES if is_known and contributions >= 2 * experts else 0
+    is_likely = isinstance(contributions, int) and contributions >= 2 * experts
+    return AHEAD_LINES if is_early and is_likely else 0
 
 
 def whole_row(depth: int) -> int:
@@ -259,7 +259,7 @@ def _measured_decode(up: Product, down: Product) -> Variant | None:
 
 
 def _fused(up: Product, down: Product, default: Variant) -> Iterator[Variant]:
-    """Yield variants that load by descriptor, narrow tiles for few rows an expert."""
+    """Yield the products of "apart", and loads by descriptor, with narrow tiles for few rows."""
     yield Variant("fused", default.up, default.down)
     rows = tiles.rows_per_expert(up.contributions, up.experts)
     group = 32 if up.experts <= tiles.FEW_EXPERTS else 8
@@ -291,21 +291,31 @@ def _fused(up: Product, down: Product, default: Variant) -> Iterator[Variant]:
 
 
 _forced: list[Variant | Schedule] = []
+_in_turn: list[bool] = []
 
 
 @contextlib.contextmanager
-def forced(variant: Variant | Schedule) -> Iterator[None]:
+def _overriding(stack: list[Any], item: Any) -> Iterator[None]:
+    stack.append(item)
+    compat.add_to_inductor_key(CACHE_KEY, repr((_forced, _in_turn)))
+    try:
+        yield
+    finally:
+        stack.pop()
+        compat.add_to_inductor_key(CACHE_KEY, repr((_forced, _in_turn)))
+
+
+def forced(variant: Variant | Schedule) -> AbstractContextManager[None]:
     """Compute layers with one variant, or by a schedule, where it takes the call.
 
     For tests and benchmarks; a graph keeps what it was compiled with, also in Inductor's cache.
     """
-    _forced.append(variant)
-    compat.add_to_inductor_key(CACHE_KEY, repr(_forced))
-    try:
-        yield
-    finally:
-        _forced.pop()
-        compat.add_to_inductor_key(CACHE_KEY, repr(_forced))
+    return _overriding(_forced, variant)
+
+
+def in_turn() -> AbstractContextManager[None]:
+    """Start every kernel when those ahead have ended: a profiler counts waiting as its time."""
+    return _overriding(_in_turn, True)
 
 
 def asked_for(
@@ -314,20 +324,19 @@ def asked_for(
     device: DeviceFacts,
     *,
     is_sized: bool = True,
-    is_tuned: bool = False,
+    is_early: bool = True,
 ) -> Variant | None:
     """Return the variant that sizes ask for, the forced one or the tables'; None: "apart".
 
     is_sized: the number of tokens is known; otherwise a schedule may hold the tables' for all.
-    is_tuned: tiles of "apart" are compared by time, so that the same products do not replace it.
+    is_early: kernels may start before those ahead end; else the products of "apart" gain nothing.
     """
     forced = forced_variant(up.contributions)
     if forced is not None or not is_sized:
         return forced
     measured = _measured(up, down, device)
-    if is_tuned and measured is not None and measured.name == "fused":
-        return None if measured.up.loads == "pointers" else measured
-    return measured
+    is_same = measured is not None and (measured.name, measured.up.loads) == ("fused", "pointers")
+    return None if is_same and not is_early else measured
 
 
 def choose(
@@ -337,10 +346,10 @@ def choose(
     has: Features,
     *,
     is_sized: bool = True,
-    is_tuned: bool = False,
+    is_early: bool = True,
 ) -> Variant:
     """Return the variant of a call: what asked_for returns if it takes the call, else "apart"."""
-    asked = asked_for(up, down, device, is_sized=is_sized, is_tuned=is_tuned)
+    asked = asked_for(up, down, device, is_sized=is_sized, is_early=is_early)
     if asked is not None and takes(asked, up, down, device, has):
         return asked
     return Variant("apart", *tiles.choose_pair(up, down, device))

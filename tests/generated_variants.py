@@ -149,6 +149,48 @@ def test_launches_before_the_kernel_ahead_ends(T: int, arch: str, has_early: boo
     with torch._inductor.config.patch("triton.enable_pdl", True):
         source = generated_source(block(), shapes(T), tokens=T, arch=arch)
     assert "'PDL': True" not in source
+    if T == 64:
+        products = [name for name in launch_order(source) if "tem_fused" in name]
+        assert len(products) == 2, "nothing is gained by the same products as launches of their own"
+
+
+@pytest.mark.parametrize("T", [1, 64])
+def test_layers_of_one_graph_share_the_definitions_of_early_kernels(T: int) -> None:
+    x, _, _, *rest = shapes(T)
+
+    def function(*args: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = EXPERTS(EXPERTS(*args), *args[1:])
+        return out
+
+    source = generated_source(function, [x, *rest], tokens=T)
+    ours = [name for name in launch_order(source) if name.endswith("_kernel")]
+    assert source.count("'launch_pdl': True") == len(set(ours)) and len(ours) == 2 * len(set(ours))
+
+
+@pytest.mark.parametrize(
+    ("quant", "changed", "is_old"),
+    [
+        ("token", None, [True, True]),
+        ("token", 6, [False, True]),
+        ("token", 1, [False, True]),
+        ("token", 3, [True, False]),
+        ("none", None, [False, True]),
+    ],
+    ids=["inputs", "ids", "w13", "w2", "weight-only"],
+)
+def test_decode_reads_ahead_what_comes_into_the_graph(
+    quant: str, changed: int | None, is_old: list[bool]
+) -> None:
+    """What the graph computes may still be written by the kernel ahead."""
+
+    def function(*args: torch.Tensor) -> torch.Tensor:
+        given = [x ^ 1 if number == changed else x for number, x in enumerate(args)]
+        out: torch.Tensor = EXPERTS(*given, activation_quant=quant)
+        return out
+
+    x, _, _, *rest = shapes(1)
+    source = generated_source(function, [x, *rest], tokens=1)
+    assert re.findall(r"'IS_OLD': (\w+)", source) == [str(is_true) for is_true in is_old]
 
 
 def test_one_graph_launches_early_at_few_tokens() -> None:

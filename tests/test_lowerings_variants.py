@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import replace
+from typing import Any
 
 import offline
 import own_process
@@ -94,28 +95,47 @@ def test_a_forced_variant_yields_to_calls_that_it_does_not_take() -> None:
     assert variants.choose(up, down, device, Features()).up.loads == "pointers"
 
 
-def test_max_autotune_compares_tiles_where_only_launches_would_be_faster() -> None:
+def test_the_same_products_are_chosen_only_for_launches_that_overlap() -> None:
     device = facts("sm_90")
     for up, down in products(1):
         chosen = variants.choose(up, down, device, Features())
-        tuned = variants.choose(up, down, device, Features(), is_tuned=True)
+        late = variants.choose(up, down, device, Features(), is_early=False)
         is_same_products = chosen.name == "fused" and chosen.up.loads == "pointers"
-        assert tuned == (replace(chosen, name="apart") if is_same_products else chosen)
+        assert late == (replace(chosen, name="apart") if is_same_products else chosen)
+        with variants.in_turn():
+            assert variants.choose(up, down, device, Features()) == late
 
 
-@pytest.mark.parametrize(
-    ("arch", "T", "is_early"),
-    [("sm_90", 1, True), ("sm_90", 512, True), ("sm_90", 8192, False), ("sm_80", 512, False)],
-)
+SMALL = Tile(16, 64, 128, 4, 3)
+EARLY: dict[str, tuple[int, Variant, dict[str, Any]]] = {
+    "decode": (1, Variant("decode", Tile(1, 4, 512, 4, 1), Tile(1, 4, 256, 4, 1)), {}),
+    "one launch of routing": (512, Variant("fused", SMALL, SMALL), {}),
+    "two launches of routing": (1100, Variant("fused", SMALL, SMALL), {}),
+    "both by descriptor": (1100, Variant("fused", FIRST, SECOND), {}),
+    "codes as input": (
+        64,
+        Variant("fused", SMALL, SMALL),
+        {
+            "hidden_states": torch.empty(64, 512, dtype=torch.int8),
+            "a13_scale": torch.empty(64),
+            "out_dtype": torch.bfloat16,
+        },
+    ),
+}
+# These read before they wait: weights, and routing that is older than the kernel ahead.
+READS_AHEAD = ("decode_up_kernel", "decode_down_kernel", "fused_down_kernel")
+
+
+@pytest.mark.parametrize("name", EARLY)
+@pytest.mark.parametrize(("arch", "is_early"), [("sm_90", True), ("sm_80", False)])
 def test_kernels_of_few_tokens_start_before_those_ahead_end(
-    arch: str, T: int, is_early: bool
+    name: str, arch: str, is_early: bool
 ) -> None:
-    """All but the first of a call; each waits, and products ask for weights before they do."""
-    tile = Tile(16, 64, 128, 4, 3)
-    case = call(T)
-    variant = Variant("fused", tile, tile)
-    if T == 1:
-        variant = Variant("decode", Tile(1, 4, 512, 4, 1), Tile(1, 4, 256, 4, 1))
+    """All but the first of a call. Before they wait they store nothing and read what is old."""
+    T, variant, changes = EARLY[name]
+    if arch == "sm_80" and variant.up.loads == "both":
+        pytest.skip("descriptors are Hopper's")
+    case = call(T)._replace(**changes)
     with variants.forced(variant):
         launches = offline.record(case, arch)
     options = [launch.options.get("launch_pdl", False) for launch in launches]
@@ -123,10 +143,23 @@ def test_kernels_of_few_tokens_start_before_those_ahead_end(
     for launch in launches:
         text = offline.assembly(offline.compile_launch(launch, arch))
         assert ("griddepcontrol.wait" in text) == is_early
-        name = launch.kernel.__name__
-        if is_early and name.startswith(("fused", "decode")):
-            asked = "evict_first" if T == 1 else "prefetch.global.L2"
-            assert text.index(asked) < text.index("griddepcontrol.wait"), name
+        if not is_early:
+            continue
+        kernel = launch.kernel.__name__
+        ahead = text[: text.index("griddepcontrol.wait")]
+        assert not re.search(r"\b(st|atom|red)\.\S*global", ahead), kernel
+        reads = re.findall(r"\bld\.global\S* .*?\[(\S+?)[\] ]", ahead)
+        assert not reads or kernel in READS_AHEAD, (kernel, reads)
+        if kernel.startswith("decode"):
+            assert "evict_first" in ahead
+        elif kernel.startswith("fused_down"):
+            assert "prefetch.global.L2" in ahead
+
+
+def test_many_tokens_launch_in_turn() -> None:
+    launches = offline.record(call(8192), "sm_90")
+    assert not any(launch.options.get("launch_pdl") for launch in launches)
+    assert not any(launch.arguments.get("PDL") for launch in launches)
 
 
 @pytest.mark.parametrize(
