@@ -70,7 +70,7 @@ def test_dead_contributions_and_special_rows(T: int) -> None:
 def test_compiled_variants_equal_eager_ones(T: int) -> None:
     case = sized(T)
     expected = run_apart(case)
-    for variant in found(case):
+    for variant in (apart(case), *found(case)):
         torch._dynamo.reset()
         with variants.forced(variant), torch.no_grad():
             function = torch.compile(lambda *args: EXPERTS(*args), fullgraph=True, dynamic=False)
@@ -93,6 +93,46 @@ def test_cuda_graphs_follow_the_routing(T: int) -> None:
             case.topk_weights.copy_(other.topk_weights)
             graph.replay()
             assert torch.equal(out, run_apart(case)), variants.label(variant)
+
+
+@pytest.mark.parametrize("T", [1, 7, 64, 1100])
+def test_calls_in_a_row_wait_for_each_other(T: int) -> None:
+    """Kernels start before those ahead end, in memory that the call before has just left."""
+    cases = [problem(200 + seed, T=T, H=512, I=256, E=8, K=2).to("cuda") for seed in range(6)]
+    expected = [run_apart(case) for case in cases]
+    for variant in found(cases[0]):
+        with variants.forced(variant):
+            outs = [case.run() for _ in range(30) for case in cases]
+        for turn, out in enumerate(outs):
+            assert torch.equal(out, expected[turn % 6]), (variants.label(variant), turn)
+
+
+@pytest.mark.parametrize("T", [1, 64])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_layers_of_one_graph_wait_for_each_other(T: int, mode: str) -> None:
+    """The routing of both is computed in the graph, by the kernel ahead of the layer."""
+    case = sized(T)
+    weights = case.args[1:5]
+
+    def layers(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        for turn in range(2):
+            top, ids = torch.topk(torch.softmax(logits[turn], -1), 2)
+            x = EXPERTS(x, *weights, top, ids) + x
+        return x
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        function = torch.compile(layers, fullgraph=True, mode=mode)
+        for seed in range(40):
+            torch.manual_seed(seed)
+            logits = torch.randn(2, T, 8, device="cuda")
+            x = torch.randn(T, 512, device="cuda", dtype=torch.bfloat16)
+            out = function(x, logits).clone()
+            for turn in range(2):
+                top, ids = torch.topk(torch.softmax(logits[turn], -1), 2)
+                routed = case.with_(hidden_states=x, topk_weights=top, topk_ids=ids)
+                x = run_apart(routed) + x
+            assert torch.equal(out, x), seed
 
 
 def by_size() -> Schedule:
@@ -130,7 +170,12 @@ def test_one_graph_serves_all_sizes(by: Callable[[], Schedule] | None, mode: str
                 assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == limit
 
 
+def apart(case: Problem) -> Variant:
+    """Return the kernels that take every call."""
+    return eager.apart_variant(ExpertsArguments(*case.args, **case.options))
+
+
 def run_apart(case: Problem) -> torch.Tensor:
     """Compute a case by the kernels that take every call."""
-    with variants.forced(eager.apart_variant(ExpertsArguments(*case.args, **case.options))):
+    with variants.forced(apart(case)):
         return case.run()
