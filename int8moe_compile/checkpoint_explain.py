@@ -9,26 +9,14 @@ from typing import Any
 import torch
 
 from .checkpoint_config import CheckpointConfig, read_config, with_headers, without_zero_points
-from .checkpoint_files import (
-    TensorEntry,
-    is_dense,
-    read_headers,
-    read_json,
-    weight_files,
-)
+from .checkpoint_families import activation_of, family_refusal, text_config
+from .checkpoint_files import TensorEntry, is_dense, read_headers, read_json, weight_files
 from .checkpoint_names import TensorName, parse_name
 from .checkpoint_schemes import CheckpointKeys
 from .explain import Explanation, Layer
-from .ops.schema import ACTIVATIONS
 from .oracle import DeviceFacts, MoeProblem, select_int8_moe_backend
 from .schemes import INT8_STATIC_TENSOR, Scheme, parse_scheme
 
-# Names of activations in configurations -> the operator's; any other is judged when it is loaded.
-_ACTIVATIONS = {
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "swish": "silu",
-    **{name: name for name in ACTIVATIONS},
-}
 _WEIGHTS = ("weight", "packed", "qweight")
 _SIZES = ("num_experts_per_tok", "moe_k", "top_k")
 
@@ -56,10 +44,9 @@ def explain_directory(
         name = parse_name(key)
         if name is not None and not is_dense(name, entries):
             blocks.setdefault(name.block, {})[key] = (name, entry)
-    text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
     facts = device if isinstance(device, DeviceFacts) else DeviceFacts.of(device)
     return Explanation(
-        _layer(block, tensors, text or config, found, parse_scheme(scheme), facts)
+        _layer(block, tensors, config, found, parse_scheme(scheme), facts)
         for block, tensors in blocks.items()
     )
 
@@ -74,6 +61,7 @@ def _layer(
 ) -> Layer:
     """Describe one block."""
     elements = _elements(tensors)
+    refusal, config = family_refusal(config), text_config(config)
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
     before = elements * dtype.itemsize
     quantised = any(name.part in ("scale", "packed", "scales") for name, _ in tensors.values())
@@ -87,7 +75,9 @@ def _layer(
         scheme = keys.scheme
     else:
         scheme, after = wanted, _after(tensors, wanted, elements)
-    backend, reason = _ask(tensors, config, scheme, facts, dtype)
+    backend, reason = None, refusal
+    if refusal is None:
+        backend, reason = _ask(tensors, config, scheme, facts, dtype)
     if not quantised and reason is None:
         reason = f"not quantised: would run as {scheme.name}"
         return Layer(block, kind, None, False, backend, reason, before, after)
@@ -150,7 +140,6 @@ def _ask(
     count = first[0] if experts == {None} else len(experts)
     hidden = config.get("hidden_size")
     gated = any(name.projection in ("gate", "gate_up") for name, _ in tensors.values())
-    activation = str(config.get("hidden_act", config.get("hidden_activation", "silu")))
     top_k = next((config[name] for name in _SIZES if isinstance(config.get(name), int)), 1)
     hidden = hidden if isinstance(hidden, int) else first[-1]
     total = _elements(tensors)
@@ -162,7 +151,7 @@ def _ask(
         intermediate_size=intermediate,
         dtype=dtype,
         gated=gated,
-        activation=_ACTIVATIONS.get(activation, activation),
+        activation=activation_of(config),
         has_bias=any(name.part == "bias" for name, _ in tensors.values()),
     )
     try:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from .checkpoint_families import family_refusal
 from .checkpoint_files import INDEX, TensorEntry, read_headers, read_json, weight_files
 from .checkpoint_names import TensorName, parse_name
 from .checkpoint_write import quantization_config
@@ -88,8 +89,8 @@ class Conversion:
 def plan_conversion(source: Path, scheme: Scheme, skip: Sequence[str] = ()) -> Conversion:
     """Plan the conversion of a checkpoint directory from its headers alone.
 
-    Raises CheckpointError: it is quantised already, it has no experts, or experts that are fused
-    in a layout that only the model's code knows.
+    Raises CheckpointError: it is quantised already, it has no experts, experts that the package
+    cannot run, or such as are fused in a layout that only the model's code knows.
     """
     config = read_json(source / "config.json")
     if config.get("quantization_config") is not None:
@@ -97,6 +98,9 @@ def plan_conversion(source: Path, scheme: Scheme, skip: Sequence[str] = ()) -> C
             f"{source / 'config.json'}: wanted a float checkpoint, got one with a "
             "quantization_config"
         )
+    refusal = family_refusal(config)
+    if refusal is not None:
+        raise CheckpointError(f"{source / 'config.json'}: nothing to convert: {refusal}")
     entries = read_headers(weight_files(source))
     layout = FUSED_LAYOUTS.get(str(config.get("model_type")))
     shards: dict[str, list[Step]] = {}
