@@ -41,11 +41,16 @@ class Int8MoeQuantizer(HfQuantizer):
         self._model: Any = None
         self._files: list[Path] = []
         self._device = torch.device("cpu")
+        self._device_map: Any = None
         self._plan = LoadPlan()
         self._conversions: list[Any] = []
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse what cannot be done while loading."""
+        """Refuse what cannot be done while loading.
+
+        transformers asks again once it has worked out a device map, when the plan stands.
+        """
+        self._refuse_disk(kwargs.get("device_map"))
         config = self.quantization_config
         if self.pre_quantized or not isinstance(config, Int8MoeConfig):
             return
@@ -55,6 +60,19 @@ class Int8MoeQuantizer(HfQuantizer):
                 'load the model first, then int8moe_compile.quantize_(model, "w8a8_static", '
                 "calibration=...)"
             )
+
+    def _refuse_disk(self, device_map: Any) -> None:
+        """Refuse a device map that puts int8 experts on disk: the loader fills no codes there."""
+        if not isinstance(device_map, Mapping) or "disk" not in device_map.values():
+            return
+        for path, record in self._plan.records.items():
+            for name in (record.structure.w13_name, record.structure.w2_name):
+                if _placed(f"{path}.{name}", device_map) == "disk":
+                    raise ValueError(
+                        f"device_map: int8 experts on disk are not supported, got {path}.{name} "
+                        "there; give the experts a device or the CPU (a larger max_memory, or a "
+                        "device_map by hand); other modules may lie on disk"
+                    )
 
     def update_tp_plan(self, config: Any) -> Any:
         """Refuse a parallel plan: it would split codes and scales that lie in our layout."""
@@ -79,6 +97,7 @@ class Int8MoeQuantizer(HfQuantizer):
                 f"wanted a checkpoint of safetensors files, got {[str(file) for file in files]}"
             )
         self._model, self._files, self._device = model, files, _first_device(device_map)
+        self._device_map = device_map
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], *_: Any) -> list[Any]:
@@ -106,6 +125,7 @@ class Int8MoeQuantizer(HfQuantizer):
             self._plan = plan_online(model, names, entries, online, directory, self._device)
             experts = [name for name, _ in (*find_experts(model), *find_unsupported(model))]
             warn_unmatched("skip, modules_to_not_convert", online.unmatched(experts))
+        self._refuse_disk(self._device_map)
         self._prepare(model)
         routes = self._plan.routes
         return [PlannedRenaming(routes), PlannedConverter(routes), *weight_conversions]
@@ -238,6 +258,12 @@ def _first_device(device_map: Any) -> torch.device:
     if device_map is not None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _placed(name: str, device_map: Mapping[str, Any]) -> Any:
+    """Return where a parameter goes: the entry of the innermost module around it decides."""
+    around = [key for key in device_map if not key or f"{name}.".startswith(f"{key}.")]
+    return device_map[max(around, key=len)] if around else None
 
 
 def _dtypes(module: nn.Module) -> str:
