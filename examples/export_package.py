@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import int8moe_compile
 
@@ -50,12 +49,8 @@ def export(model: nn.Module, longest: int) -> Any:
 
 
 def package(model: nn.Module, path: Path, longest: int) -> None:
-    """Compile a model ahead of time. The pass must be on here, not while tracing.
-
-    Without cuDNN's attention: compiled, it reads masks of other than 8 n tokens wrong (torch 2.11).
-    """
-    attention = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    with int8moe_compile.enabled(), sdpa_kernel(attention):
+    """Compile a model ahead of time. The pass must be on here, not while tracing."""
+    with int8moe_compile.enabled():
         torch._inductor.aoti_compile_and_package(export(model, longest), package_path=str(path))
 
 
