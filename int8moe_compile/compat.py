@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
+from torch._functorch.utils import enable_single_level_autograd_function
 
 # As in the extra "hf" of pyproject.toml.
 LEAST_TRANSFORMERS: Final = (5, 10)
@@ -24,6 +25,14 @@ def below_autograd() -> AbstractContextManager[None]:
     tensors (register_autograd refuses them in 2.11-2.14).
     """
     return torch._C._AutoDispatchBelowAutograd()
+
+
+def one_autograd_level() -> AbstractContextManager[None]:
+    """Return a context in which an autograd.Function records on the level of torch.func in turn.
+
+    Removable together with below_autograd.
+    """
+    return enable_single_level_autograd_function()
 
 
 def in_forward_mode() -> bool:
@@ -44,16 +53,13 @@ def sizes_equal(left: Any, right: Any) -> bool:
     """
     if isinstance(left, int) and isinstance(right, int):
         return left == right
-    from torch.fx.experimental.symbolic_shapes import (
-        free_unbacked_symbols,
-        statically_known_true,
-    )
+    from torch.fx.experimental import symbolic_shapes
 
     equal = left == right
-    if statically_known_true(equal):
+    if symbolic_shapes.statically_known_true(equal):
         return True
-    if free_unbacked_symbols([left, right]):
-        if statically_known_true(left != right):
+    if symbolic_shapes.free_unbacked_symbols([left, right]):
+        if symbolic_shapes.statically_known_true(left != right):
             return False
         torch._check(equal)
         return True
@@ -67,9 +73,7 @@ def size_hint(size: Any) -> Any:
     Removable when torch offers this in one public call.
     """
     node = getattr(size, "node", None)
-    if node is None or not node.has_hint():
-        return size
-    return node.hint
+    return node.hint if node is not None and node.has_hint() else size
 
 
 def cpu_matmul_rounds_inputs() -> bool:
@@ -187,9 +191,7 @@ def computes_gradients(graph: fx.Graph) -> bool:
 
     Removable when a graph pass of Inductor is told so (2.13 tells post-grad passes only).
     """
-    return any(
-        node.op == "placeholder" and str(node.target).startswith("tangents") for node in graph.nodes
-    )
+    return any(str(n.target).startswith("tangents") for n in graph.find_nodes(op="placeholder"))
 
 
 def compilation_error(message: str) -> Exception:
@@ -211,8 +213,7 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
 
     Removable when torch.compile resolves them for backends that wrap Inductor.
     """
-    wrapper = torch._TorchCompileInductorWrapper(mode, options, None)
-    return dict(wrapper.config)
+    return dict(torch._TorchCompileInductorWrapper(mode, options, None).config)
 
 
 def inductor_cache_dir() -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import registry
-from ..compat import below_autograd, in_forward_mode
+from ..compat import below_autograd, in_forward_mode, one_autograd_level
 from . import fake, quantize, schema
 from .arguments import ExpertsArguments
 from .checks import check_dequantize, check_experts
@@ -74,6 +74,17 @@ class _ForwardOnly(torch.autograd.Function):
     itself would stop torch.compile from tracing the forward, too.
     """
 
+    @classmethod
+    def record(cls, *args: Any) -> Tensor:
+        """Apply it where torch.func's transforms may be going on, too.
+
+        The dispatcher calls a kernel once a level of those, and Function.apply, which would begin
+        with all of them again, refuses there.
+        """
+        with one_autograd_level():
+            result: Tensor = super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+        return result
+
     @staticmethod
     def forward(
         ctx: Any, operator: Any, names: tuple[str, ...], rest: dict[str, Any], *tensors: Tensor
@@ -108,10 +119,7 @@ def _forward_only(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         call = ExpertsArguments(*args, **kwargs)._asdict()
         tensors = {name: value for name, value in call.items() if isinstance(value, Tensor)}
         rest = {name: value for name, value in call.items() if name not in tensors}
-        result: Tensor = _ForwardOnly.apply(  # type: ignore[no-untyped-call]
-            operator, tuple(tensors), rest, *tensors.values()
-        )
-        return result
+        return _ForwardOnly.record(operator, tuple(tensors), rest, *tensors.values())
     with below_autograd():
         result = operator(*args, **kwargs)
     return result

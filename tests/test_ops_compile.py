@@ -219,6 +219,62 @@ def test_forward_mode_says_why_not(learns: str) -> None:
     assert torch.equal(tangent, torch.full_like(primal, 3))
 
 
+def _per_sample(run: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    return torch.vmap(torch.func.grad(lambda row: run(row).sum()))(x[None])
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "grad": lambda run, x: torch.func.grad(lambda row: run(row).sum())(x),
+    "vjp": lambda run, x: torch.func.vjp(run, x)[1](torch.ones_like(run(x))),
+    "jacrev": lambda run, x: torch.func.jacrev(run)(x),
+    "grad of grad": lambda run, x: torch.func.grad(
+        lambda row: torch.func.grad(lambda one: run(one).sum())(row).sum()
+    )(x),
+    "vmap of grad": _per_sample,
+}
+
+
+# A compiler drops the opaque operator of a second derivative, in which nothing depends on it.
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [*((name, False) for name in TRANSFORMS), ("grad", True), ("vjp", True), ("jacrev", True)],
+)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_reverse_mode_transforms_say_why_not(name: str, compiled: bool) -> None:
+    case = problem(9, dtype=torch.float32)
+
+    def run(x: Tensor) -> Tensor:
+        out: Tensor = EXPERTS(x, *case.args[1:], **case.options)
+        return out * 1.0
+
+    def call(x: Tensor) -> Any:
+        return TRANSFORMS[name](run, x)
+
+    function = torch.compile(call, backend="aot_eager") if compiled else call
+    with pytest.raises(NotImplementedError, match=r"inference_mode\(\) or torch\.no_grad\(\)"):
+        function(case.hidden_states)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_forward_of_a_reverse_mode_transform_works(compiled: bool) -> None:
+    case = problem(9, dtype=torch.float32)
+
+    def run(x: Tensor) -> Tensor:
+        out: Tensor = EXPERTS(x, *case.args[1:], **case.options)
+        return out
+
+    def forward(x: Tensor) -> Tensor:
+        return torch.func.vjp(run, x)[0]
+
+    def beside(x: Tensor) -> Tensor:
+        return (run(x.detach()) * 0 + x * 3).sum()
+
+    wrap = torch.compile(backend="aot_eager") if compiled else lambda function: function
+    assert torch.equal(wrap(forward)(case.hidden_states), case.run())
+    gradient = wrap(torch.func.grad(beside))(case.hidden_states)
+    assert torch.equal(gradient, torch.full_like(case.hidden_states, 3))
+
+
 def test_gradients_pass_by_on_another_path() -> None:
     case = problem(9, dtype=torch.float32)
     x = case.hidden_states.clone().requires_grad_()
