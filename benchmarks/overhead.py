@@ -95,7 +95,8 @@ def main() -> None:
                 done = subprocess.run(command, env={**os.environ, **caches}, check=False)
             print(f"{scheme} turn {turn}: exit {done.returncode}", flush=True)
     # So few calls that the launch queue (1024 deep) never fills and blocks the host.
-    print(f"eager call: {eager_us(16, 60):.1f} us on the host", flush=True)
+    for tokens in (1, 16, 64):
+        print(f"eager, {tokens} tokens: {eager_us(tokens, 60):.1f} us on the host", flush=True)
 
 
 if __name__ == "__main__":
