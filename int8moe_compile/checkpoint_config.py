@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from .checkpoint_fields import boolean, integer, malformed, mapping, strings
 from .checkpoint_files import TensorEntry, read_metadata
 from .checkpoint_names import layer_of, parse_name, place, torchao_parameter
 from .checkpoint_schemes import CheckpointKeys, compressed_tensors_keys, quark_keys
@@ -23,6 +24,7 @@ TORCHAO: Final = "torchao"
 # Format of GPTQ's packed zero points -> what symmetric ones are stored as.
 PACKED_ZEROS: Final = {"gptq": 127, "gptq_v2": 128}
 OURS: Final = "int8moe"
+_OUR_FIELDS: Final = ("quant_method", "scheme", "skip", "modules_to_not_convert")
 # Names under which a configuration may mean several modules that were fused for speed.
 _FUSED: Final[dict[str, tuple[str, ...]]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -115,8 +117,13 @@ def concerns_us(keys: CheckpointKeys) -> bool:
     return weight.bits == 8 and weight.granularity in ("tensor", "channel")
 
 
-def read_config(config: Mapping[str, Any]) -> CheckpointConfig:
-    """Read a ``quantization_config``; raises CheckpointError for a method that is not known."""
+def read_config(config: object) -> CheckpointConfig:
+    """Read a ``quantization_config``.
+
+    Raises CheckpointError for a method that is not known, and its MalformedError, naming the entry,
+    for one of a type that it cannot have.
+    """
+    config = mapping("", config)
     method = config.get("quant_method")
     reader = _READERS.get(str(getattr(method, "value", method)))
     if reader is None:
@@ -127,37 +134,33 @@ def read_config(config: Mapping[str, Any]) -> CheckpointConfig:
 
 def _compressed_tensors(config: Mapping[str, Any]) -> CheckpointConfig:
     """Read the dialect of compressed-tensors and llm-compressor."""
-    groups = config.get("config_groups") or {}
-    if not isinstance(groups, Mapping):
-        raise CheckpointError(
-            f"quantization_config: config_groups: wanted a mapping, got {groups!r:.80}"
-        )
     read = []
-    for name, group in groups.items():
+    for name, group in mapping("config_groups", config.get("config_groups")).items():
+        field = f"config_groups: {name}"
         if isinstance(group, (list, tuple)):
             weights, inputs = _PRESETS.get(str(name), ({"strategy": str(name)}, None))
-            read.append(Group(name, _strings(group), compressed_tensors_keys(weights, inputs)))
-        elif isinstance(group, Mapping):
-            keys = compressed_tensors_keys(group.get("weights"), group.get("input_activations"))
-            read.append(Group(name, _strings(group.get("targets")), keys))
+            keys = compressed_tensors_keys(weights, inputs)
+            read.append(Group(name, strings(field, group), keys))
         else:
-            raise CheckpointError(
-                f"quantization_config: config_groups: {name}: wanted a mapping, got {group!r:.80}"
-            )
-    return CheckpointConfig(COMPRESSED_TENSORS, tuple(read), _strings(config.get("ignore")))
+            group = mapping(field, group)
+            keys = compressed_tensors_keys(group.get("weights"), group.get("input_activations"))
+            targets = strings(f"{field}: targets", group.get("targets"))
+            read.append(Group(name, targets, keys))
+    ignore = strings("ignore", config.get("ignore"))
+    return CheckpointConfig(COMPRESSED_TENSORS, tuple(read), ignore)
 
 
 def _quark(config: Mapping[str, Any]) -> CheckpointConfig:
     """Read the dialect of AMD Quark; entries for single layers come before the global one."""
     groups = []
     for field in ("layer_quant_config", "layer_type_quant_config"):
-        for target, entry in (config.get(field) or {}).items():
+        for target, entry in mapping(field, config.get(field)).items():
             groups.append(Group(f"{field}: {target}", (target,), _quark_entry(entry)))
     overall = config.get("global_quant_config")
     if overall is not None:
         groups.append(Group("global_quant_config", ("Linear",), _quark_entry(overall)))
-    exclude = _strings(config.get("exclude")) + _strings(config.get("excludes"))
-    return CheckpointConfig(QUARK, tuple(groups), exclude, by_component=True)
+    exclude = [name for f in ("exclude", "excludes") for name in strings(f, config.get(f))]
+    return CheckpointConfig(QUARK, tuple(groups), tuple(exclude), by_component=True)
 
 
 def _quark_entry(entry: object) -> CheckpointKeys:
@@ -176,27 +179,39 @@ def _gptq(config: Mapping[str, Any]) -> CheckpointConfig:
     ``dynamic`` maps patterns to other settings, or leaves modules out; the first match counts, also
     where ``modules_in_block_to_quantize`` spells a module's name.
     """
-    word = str(config.get("checkpoint_format") or "gptq").lower()
-    if word not in PACKED_ZEROS:
+    word = config.get("checkpoint_format") or "gptq"
+    if not isinstance(word, str):
+        raise malformed("checkpoint_format", "a word", word)
+    if word.lower() not in PACKED_ZEROS:
         known = " or ".join(repr(name) for name in PACKED_ZEROS)
         raise CheckpointError(
             f"quantization_config: checkpoint_format: wanted {known}, got {word!r}"
         )
     groups = []
-    for pattern, changes in (config.get("dynamic") or {}).items():
+    for pattern, changes in mapping("dynamic", config.get("dynamic")).items():
         own = pattern[2:] if pattern.startswith(("-:", "+:")) else pattern
-        keys = None if pattern.startswith("-:") else _gptq_keys({**config, **(changes or {})})
+        fields = {**config, **mapping(f"dynamic: {pattern}", changes)}
+        keys = None if pattern.startswith("-:") else _gptq_keys(fields)
         groups.append(Group(pattern, (f"re:{own}",), keys))
-    blocks = config.get("modules_in_block_to_quantize")
+    named = _names_in_blocks(config.get("modules_in_block_to_quantize"))
     targets: tuple[str, ...] = ("Linear",)
-    if blocks:
+    if named:
         # As patterns, which rank like those of ``dynamic``.
-        named = _strings([name for block in blocks for name in block])
         words = [re.escape(word) for name in named for word in _spellings(name)]
         targets = tuple(rf"re:(?:.*\.)?{word}(?:\.|$)" for word in words)
     groups.append(Group(GPTQ, targets, _gptq_keys(config)))
-    ignore = _strings(config.get("modules_to_not_convert"))
-    return CheckpointConfig(GPTQ, tuple(groups), ignore, True, PACKED_ZEROS[word])
+    ignore = strings("modules_to_not_convert", config.get("modules_to_not_convert"))
+    return CheckpointConfig(GPTQ, tuple(groups), ignore, True, PACKED_ZEROS[word.lower()])
+
+
+def _names_in_blocks(blocks: object) -> list[str]:
+    """Return the names of modules in a block, listed in groups that were quantised one by one."""
+    field = "modules_in_block_to_quantize"
+    if blocks is None:
+        return []
+    if not isinstance(blocks, (list, tuple)):
+        raise malformed(field, "a list of lists of strings", blocks)
+    return [name for block in blocks for name in strings(field, block)]
 
 
 def _gptq_keys(fields: Mapping[str, Any]) -> CheckpointKeys:
@@ -204,14 +219,10 @@ def _gptq_keys(fields: Mapping[str, Any]) -> CheckpointKeys:
 
     With one group the order in which inputs were quantised (desc_act) leaves no trace.
     """
-    bits, group_size = fields.get("bits"), fields.get("group_size")
-    key = replace(
-        INT8_STATIC_CHANNEL,
-        bits=bits if isinstance(bits, int) else -1,
-        symmetric=fields.get("sym") is not False,
-    )
-    if group_size not in (None, -1):
-        key = QuantKey("group", bits=key.bits, symmetric=key.symmetric, group_size=group_size)
+    bits, group_size = integer("bits", fields.get("bits")), fields.get("group_size")
+    key = replace(INT8_STATIC_CHANNEL, bits=bits, symmetric=boolean("sym", fields.get("sym", True)))
+    if group_size is not None and integer("group_size", group_size) != -1:
+        key = QuantKey("group", bits=bits, symmetric=key.symmetric, group_size=group_size)
     return CheckpointKeys(key, None, pair_refusal(key, None))
 
 
@@ -278,12 +289,20 @@ def _described(name: str, metadata: Mapping[str, str]) -> str | None:
 
 
 def _ours(config: Mapping[str, Any]) -> CheckpointConfig:
-    """Read the fields of Int8MoeConfig."""
-    scheme = parse_scheme(config.get("scheme", "w8a8"))
+    """Read the fields of Int8MoeConfig, with the same meaning as where it quantises itself."""
+    for field in config:
+        if field not in _OUR_FIELDS:
+            raise malformed(field, f"no field but {', '.join(_OUR_FIELDS)}", config[field])
+    try:
+        scheme = parse_scheme(config.get("scheme", "w8a8"))
+    except ValueError as error:
+        raise CheckpointError(f"quantization_config: {error}") from None
     keys = CheckpointKeys(scheme.weight_key, scheme.activation_key, None)
-    skip = _strings(config.get("skip")) + _strings(config.get("modules_to_not_convert"))
+    skip = [f"re:{fnmatch.translate(text)}" for text in strings("skip", config.get("skip"))]
+    for part in strings("modules_to_not_convert", config.get("modules_to_not_convert")):
+        skip.append(rf"re:(?:.*\.)?{re.escape(part)}(?:\.|$)")
     group = Group(OURS, ("re:.*\\.experts(\\.|$)", "re:.*\\.(input|output)_linear$"), keys)
-    return CheckpointConfig(OURS, (group,), skip)
+    return CheckpointConfig(OURS, (group,), tuple(skip))
 
 
 _READERS: Final[dict[str, Callable[[Mapping[str, Any]], CheckpointConfig]]] = {
@@ -293,19 +312,6 @@ _READERS: Final[dict[str, Callable[[Mapping[str, Any]], CheckpointConfig]]] = {
     TORCHAO: _torchao,
     OURS: _ours,
 }
-
-
-def _strings(value: object) -> tuple[str, ...]:
-    """Return a list of strings, however it was written; None is an empty one."""
-    if value is None:
-        return ()
-    if isinstance(value, str):
-        return (value,)
-    if isinstance(value, Iterable) and not isinstance(value, Mapping):
-        found = tuple(value)
-        if all(isinstance(item, str) for item in found):
-            return found
-    raise CheckpointError(f"quantization_config: wanted a list of strings, got {value!r:.80}")
 
 
 def _spellings(entry: str) -> list[str]:

@@ -13,6 +13,7 @@ from .checkpoint_families import activation_of, family_refusal, text_config
 from .checkpoint_files import TensorEntry, is_dense, read_headers, read_json, weight_files
 from .checkpoint_names import TensorName, parse_name
 from .checkpoint_schemes import CheckpointKeys
+from .errors import CheckpointError
 from .explain import Explanation, Layer
 from .oracle import DeviceFacts, MoeProblem, select_int8_moe_backend
 from .schemes import INT8_STATIC_TENSOR, Scheme, parse_scheme
@@ -62,7 +63,7 @@ def _layer(
     """Describe one block."""
     elements = _elements(tensors)
     refusal, config = family_refusal(config), text_config(config)
-    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
+    dtype = _dtype(config)
     before = elements * dtype.itemsize
     quantised = any(name.part in ("scale", "packed", "scales") for name, _ in tensors.values())
     kind = str(config.get("model_type", "experts"))
@@ -83,6 +84,15 @@ def _layer(
         return Layer(block, kind, None, False, backend, reason, before, after)
     name = scheme.name if quantised else None
     return Layer(block, kind, name, backend is not None, backend, reason, before, after)
+
+
+def _dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of a model's own weights."""
+    word = next((w for w in map(config.get, ("dtype", "torch_dtype")) if w is not None), "bfloat16")
+    dtype = getattr(torch, word.removeprefix("torch."), None) if isinstance(word, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"config.json: dtype: wanted the name of a dtype, got {word!r:.80}")
+    return dtype
 
 
 def _elements(tensors: Mapping[str, tuple[TensorName, TensorEntry]]) -> int:

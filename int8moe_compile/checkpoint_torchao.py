@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from .checkpoint_fields import malformed, mapping
 from .checkpoint_schemes import CheckpointKeys
 from .schemes import INT8_STATIC_CHANNEL, INT8_STATIC_TENSOR, QuantKey, pair_refusal
 
@@ -25,17 +26,24 @@ _WHOLE: Final = "PerTensor"
 def config_entries(quant_type: object) -> Iterator[tuple[str, CheckpointKeys]]:
     """Yield the names of parameters or modules that a configuration spells out, and their keys.
 
-    One configuration for all linear layers, and its default, say nothing of fused experts.
+    One configuration for all linear layers, and its default, say nothing of fused experts. Raises
+    MalformedError for what is no such object.
     """
-    fields = _mapping(quant_type)
-    outer = _mapping(fields.get("default", fields))
-    if outer.get("_type") not in _BY_NAME:
+    fields = mapping("quant_type", quant_type)
+    outer = mapping("quant_type: default", fields.get("default", fields))
+    if not isinstance(outer.get("_type"), str):
+        raise malformed("quant_type", "an object with its _type", quant_type)
+    if outer["_type"] not in _BY_NAME:
         return
-    data = _mapping(outer.get("_data"))
-    named = _mapping(data.get("fqn_to_config") or data.get("module_fqn_to_config"))
-    for name, entry in named.items():
-        if name != DEFAULT:
-            yield _anchored(str(name)), config_keys(entry)
+    data = mapping("quant_type: _data", outer.get("_data"))
+    for field in ("fqn_to_config", "module_fqn_to_config"):
+        named = mapping(f"quant_type: {field}", data.get(field))
+        for name, entry in named.items():
+            if name != DEFAULT:
+                mapping(f"quant_type: {name}", entry)
+                yield _anchored(str(name)), config_keys(entry)
+        if named:
+            return
 
 
 def _anchored(name: str) -> str:
@@ -54,6 +62,9 @@ def config_keys(entry: object) -> CheckpointKeys:
     if isinstance(granularity, list) and len(granularity) == 2:
         pair = granularity
     group_size = data.get("group_size")
+    if group_size is not None and type(group_size) is not int:
+        reason = f"quant_type: group_size: wanted an integer, got {group_size!r}"
+        return CheckpointKeys(None, None, reason)
     weight = QuantKey("group", group_size=group_size) if group_size else _weight(_kind(pair[-1]))
     if kind == _WEIGHT_ONLY:
         return CheckpointKeys(weight, None, pair_refusal(weight, None))
@@ -71,13 +82,19 @@ def tensor_keys(text: str, shape: Sequence[int]) -> CheckpointKeys:
         reason = f"torchao's description: wanted an {_TENSOR}, got {fields.get('_type')!r}"
         return CheckpointKeys(None, None, reason)
     data = _mapping(fields.get("_data"))
+    wanted, names = data.get("act_quant_kwargs"), fields.get("_tensor_data_names")
+    for name, value, kind in (
+        ("act_quant_kwargs", wanted, dict),
+        ("_tensor_data_names", names, list),
+        ("block_size", data.get("block_size"), list),
+    ):
+        if value is not None and not isinstance(value, kind):
+            reason = f"torchao's description: {name}: wanted a {kind.__name__}, got {value!r:.80}"
+            return CheckpointKeys(None, None, reason)
     weight = _block_key(data.get("block_size"), list(shape))
-    wanted = data.get("act_quant_kwargs")
     activation = None
     if wanted is not None:
-        inner = _mapping(_mapping(wanted).get("_data"))
-        names = fields.get("_tensor_data_names")
-        is_static = isinstance(names, list) and "act_quant_scale" in names
+        inner, is_static = _mapping(wanted.get("_data")), "act_quant_scale" in (names or ())
         activation = _activation(inner.get("granularity"), inner.get("mapping_type"), not is_static)
     return CheckpointKeys(weight, activation, pair_refusal(weight, activation))
 
@@ -91,7 +108,7 @@ def _block_key(block: object, shape: list[int]) -> QuantKey:
         # Along which of the two it has to be, the shape of the scale tells.
         return INT8_STATIC_CHANNEL
     size = block[-1] if isinstance(block, list) and block else None
-    return QuantKey("group", group_size=size)
+    return QuantKey("group", group_size=size if isinstance(size, int) else None)
 
 
 def _weight(granularity: str) -> QuantKey:

@@ -29,6 +29,7 @@ from ..checkpoint_config import (
     concerns_us,
     read_config,
 )
+from ..checkpoint_fields import MalformedError
 from ..checkpoint_files import read_headers
 from ..checkpoint_names import parse_name
 from ..errors import CheckpointError
@@ -42,9 +43,14 @@ _PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")
 
 
 def claims(config: Mapping[str, Any]) -> bool:
-    """Say whether a ``quantization_config`` could describe int8 experts."""
+    """Say whether a ``quantization_config`` could describe int8 experts.
+
+    Whether a malformed one would have, is seen from the files once they are known.
+    """
     try:
         return read_config(config).claims_experts()
+    except MalformedError:
+        return True
     except CheckpointError:
         return False
 
@@ -117,17 +123,26 @@ def _wrap(method: str) -> None:
 def has_int8_experts(
     model: Any, quantization: CheckpointQuantization, files: Sequence[str] | None
 ) -> bool:
-    """Say whether experts of a model are int8, by the configuration or by the files' headers."""
+    """Say whether experts of a model are int8, by the configuration or by the files' headers.
+
+    Raises MalformedError if experts are quantised and the configuration cannot be read.
+    """
     modules = dict(find_experts(model))
     if not modules:
         return False
-    config = read_config(quantization.to_dict())
+    entries = read_headers(Path(file) for file in files or () if file.endswith(".safetensors"))
+    try:
+        config = read_config(quantization.to_dict())
+    except MalformedError:
+        names = filter(None, map(parse_name, entries))
+        if any(name.part in ("scale", "packed", "qweight") for name in names):
+            raise
+        return False
     for path, module in modules.items():
         for expert, projection in itertools.product(range(experts_of(module)), _PROJECTIONS):
             keys = config.keys_of([f"{path}.{expert}.{projection}"], type(module).__name__)
             if keys is not None and concerns_us(keys):
                 return True
-    entries = read_headers(Path(file) for file in files or () if file.endswith(".safetensors"))
     for key, entry in entries.items():
         name = parse_name(key)
         if name is not None and name.part == "weight" and entry.dtype == torch.int8:
