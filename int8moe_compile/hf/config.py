@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checkpoint_config import OURS
+from ..checkpoint_config import OURS, read_config
+from ..checkpoint_fields import patterns
 from ..schemes import SCHEMES, Scheme, parse_scheme
 from ..skip import matching_part, matching_pattern
 
@@ -21,15 +22,18 @@ class Int8MoeConfig(QuantizationConfigMixin):
     modules_to_not_convert: names, or parts of names between dots, in transformers' own manner. Both
     leave experts modules in float; one warning names what matches nothing.
 
-    Raises ValueError for a scheme that is not known, or that its name alone does not describe.
+    One string means one pattern, None none.
+
+    Raises ValueError for a scheme that is not known, or that its name alone does not describe,
+    TypeError for patterns that are no strings.
     """
 
     def __init__(
         self,
         scheme: str | Scheme = "w8a8",
         *,
-        skip: str | Sequence[str] = (),
-        modules_to_not_convert: Sequence[str] | None = None,
+        skip: str | Sequence[str] | None = (),
+        modules_to_not_convert: str | Sequence[str] | None = None,
         quant_method: str = OURS,
     ) -> None:
         if quant_method != OURS:
@@ -42,8 +46,10 @@ class Int8MoeConfig(QuantizationConfigMixin):
                 "no word for; load the model first, then int8moe_compile.quantize_(model, scheme)"
             )
         self.scheme = wanted.name
-        self.skip = [skip] if isinstance(skip, str) else list(skip)
-        self.modules_to_not_convert = list(modules_to_not_convert or ())
+        self.skip = list(patterns("skip", skip))
+        self.modules_to_not_convert = list(
+            patterns("modules_to_not_convert", modules_to_not_convert)
+        )
 
     def skips(self, name: str) -> str | None:
         """Return the pattern that leaves a module out, None if none does."""
@@ -63,6 +69,15 @@ class Int8MoeConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as they stand in a config.json."""
         return copy.deepcopy(self.__dict__)
+
+    @classmethod
+    def from_dict(
+        cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> Any:
+        """Take the fields of a config.json; raises CheckpointError for those it cannot have."""
+        read_config({"quant_method": OURS, **config_dict})
+        parent: Any = super()
+        return parent.from_dict(config_dict, return_unused_kwargs, **kwargs)
 
 
 class CheckpointQuantization(QuantizationConfigMixin):
