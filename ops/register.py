@@ -119,7 +119,8 @@ def _forward_only(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         call = ExpertsArguments(*args, **kwargs)._asdict()
         tensors = {name: value for name, value in call.items() if isinstance(value, Tensor)}
         rest = {name: value for name, value in call.items() if name not in tensors}
-        return _ForwardOnly.record(operator, tuple(tensors), rest, *tensors.values())
+        result: Tensor = _ForwardOnly.record(operator, tuple(tensors), rest, *tensors.values())
+        return result
     with below_autograd():
         result = operator(*args, **kwargs)
     return result
