@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .cli_source import load_model, want_apart, want_float, want_some_left, want_source
 from .compat import require_transformers
 from .ops.schema import ACTIVATION_QUANTS
 from .schemes import parse_scheme, scheme_names
@@ -157,6 +158,8 @@ def _demo(parsed: argparse.Namespace) -> None:
 
 
 def _explain(parsed: argparse.Namespace) -> None:
+    is_quantised = want_source(parsed.model)
+    _want_no_skip(parsed, is_quantised=is_quantised)
     if Path(parsed.model).is_dir() and not parsed.load and not parsed.skip:
         from .checkpoint_explain import explain_directory
 
@@ -165,10 +168,12 @@ def _explain(parsed: argparse.Namespace) -> None:
     from .api import explain, quantize_
 
     _want_usable(parsed.device)
-    model = _load(parsed.model, parsed.device)
+    model = load_model(parsed.model, parsed.device)
+    is_quantised = getattr(model, "hf_quantizer", None) is not None
+    _want_no_skip(parsed, is_quantised=is_quantised)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.arange(16, device=parsed.device).remainder(vocabulary).unsqueeze(0)
-    if getattr(model, "hf_quantizer", None) is None:
+    if not is_quantised:
         # What static scales are worth does not matter here, only that there are some.
         is_static = parse_scheme(parsed.scheme).activation_quant == "static"
         calibration = [ids] if is_static else None
@@ -176,8 +181,18 @@ def _explain(parsed: argparse.Namespace) -> None:
     print(explain(model, input_ids=ids, use_cache=False))
 
 
+def _want_no_skip(parsed: argparse.Namespace, *, is_quantised: bool) -> None:
+    """Refuse patterns for a checkpoint in which nothing is left to decide."""
+    if parsed.skip and is_quantised:
+        raise ValueError(
+            f"--skip: wanted none for {parsed.model}, which is quantised already, got {parsed.skip}"
+        )
+
+
 def _quantize(parsed: argparse.Namespace) -> None:
     _want_usable(parsed.device)
+    want_float(parsed.source, is_quantised=want_source(parsed.source))
+    want_apart(parsed.source, parsed.target)
     is_static = parse_scheme(parsed.scheme).activation_quant == "static"
     is_local = Path(parsed.source).is_dir()
     if is_static or parsed.in_memory or parsed.calibration is not None or not is_local:
@@ -186,6 +201,9 @@ def _quantize(parsed: argparse.Namespace) -> None:
     from .checkpoint_explain import explain_directory
     from .convert import convert_checkpoint
 
+    if parsed.skip:
+        layers = explain_directory(parsed.source, parsed.scheme, parsed.device)
+        want_some_left((layer.name for layer in layers), parsed.skip)
     convert_checkpoint(
         parsed.source,
         parsed.target,
@@ -212,23 +230,14 @@ def _quantize_in_memory(parsed: argparse.Namespace) -> None:
                 f"--calibration: {parsed.source} has no tokenizer to read the text with"
             )
         calibration = _rows(tokenizer, parsed.calibration, parsed.device)
-    model = _load(parsed.source, parsed.device)
+    model = load_model(parsed.source, parsed.device)
+    want_float(parsed.source, is_quantised=getattr(model, "hf_quantizer", None) is not None)
+    want_some_left((layer.name for layer in explain(model)), parsed.skip)
     quantize_(model, parsed.scheme, skip=parsed.skip, calibration=calibration)
     model.save_pretrained(parsed.target)
     if tokenizer is not None:
         tokenizer.save_pretrained(parsed.target)
     print(explain(model))
-
-
-def _load(source: str, device: str) -> Any:
-    """Load a checkpoint in its own dtype."""
-    require_transformers()
-    from transformers import AutoModelForCausalLM
-
-    from . import hf  # noqa: F401  so that INT8 checkpoints load too
-
-    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
-    return model.to(device).eval()
 
 
 def _tokenizer(source: str) -> Any | None:
@@ -246,8 +255,16 @@ def _tokenizer(source: str) -> Any | None:
 
 def _rows(tokenizer: Any, text: Path, device: str) -> list[Tensor]:
     """Cut a text into rows of tokens for the calibration, the first of them."""
-    ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids.to(device)
-    return list(ids.split(CALIBRATION_TOKENS, dim=1))[:CALIBRATION_ROWS]
+    try:
+        content = text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--calibration: wanted a text in UTF-8, got {text}: {error}") from None
+    if not content.strip():
+        raise ValueError(f"--calibration: wanted a text, got {text}, which is empty")
+    ids = tokenizer(content, return_tensors="pt").input_ids
+    if ids.numel() == 0:
+        raise ValueError(f"--calibration: wanted a text with tokens, got {text}, without any")
+    return list(ids.to(device).split(CALIBRATION_TOKENS, dim=1))[:CALIBRATION_ROWS]
 
 
 def _default_device() -> str:

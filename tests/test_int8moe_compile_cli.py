@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -151,3 +155,163 @@ def test_devices_that_are_not_there_are_one_line(
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert error.startswith(f"int8moe: --device: {device} cannot be used here: ")
     assert not target.exists()
+
+
+def damaged(folder: Path, damage: Callable[[Path], Any]) -> str:
+    """Return a copy of the demo's checkpoint after a damage was done to it."""
+    copy = folder / "damaged"
+    shutil.copytree(demo.FOLDER, copy)
+    damage(copy)
+    return str(copy)
+
+
+def truncate(folder: Path) -> None:
+    file = next(folder.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def set_config(**entries: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, ".safetensors: truncated or corrupt"),
+        (set_config(vocab_size=5), "wanted tensors of the shapes that its config.json implies"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "config.json: wanted a mapping"),
+        (set_config(quantization_config=5), "quantization_config: wanted a mapping, got 5"),
+    ],
+)
+def test_a_damaged_checkpoint_is_one_line(
+    damage: Callable[[Path], Any],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source, target = damaged(tmp_path, damage), tmp_path / "int8"
+    for arguments in (
+        ["explain", source, "--load", "--device", "cpu"],
+        ["quantize", source, str(target), "--in-memory"],
+    ):
+        assert cli.main(arguments) == 1
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith(f"int8moe: {source}") and message in error
+        assert not target.exists()
+
+
+def test_programming_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        cli.main(["explain", str(demo.FOLDER), "--load", "--device", "cpu"])
+
+
+def test_a_source_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def offline(source: str, **options: Any) -> None:
+        raise OSError(f"{source} is nowhere\nand more about it")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", offline)
+    (tmp_path / "file").touch()
+    cases = {
+        str(tmp_path / "none"): "wanted a checkpoint folder, got none: there is no such folder",
+        str(tmp_path / "file"): "wanted a checkpoint folder, got a file",
+        "no_such/folder": "there is no such folder; taken for a hub name: no_such/folder is no",
+    }
+    for source, message in cases.items():
+        assert cli.main(["explain", source, "--device", "cpu"]) == 1
+        assert capsys.readouterr().err.startswith(f"int8moe: {source}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", ", which is empty"),
+        (b" \n", ", which is empty"),
+        (b"\xff\xfe\x00", ": 'utf-8' codec can't decode"),
+    ],
+)
+def test_a_calibration_text_without_text(
+    content: bytes,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli, "_tokenizer", lambda source: ByteTokenizer())
+    text, target = tmp_path / "text", tmp_path / "int8"
+    text.write_bytes(content)
+    arguments = ["--scheme", "w8a8_static", "--calibration", str(text)]
+    assert cli.main(["quantize", str(demo.FOLDER), str(target), *arguments]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("int8moe: --calibration: wanted a text") and f"{text}{message}" in error
+    assert not target.exists()
+
+
+def test_a_calibration_text_without_tokens(tmp_path: Path) -> None:
+    def tokenizer(text: str, return_tensors: str) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=torch.empty(1, 0))
+
+    (tmp_path / "text").write_text("?")
+    with pytest.raises(ValueError, match=r"--calibration: wanted a text with tokens, got .*text"):
+        cli._rows(tokenizer, tmp_path / "text", "cpu")
+
+
+WAYS = pytest.mark.parametrize("way", [[], ["--in-memory"]])
+
+
+@WAYS
+def test_skipping_all_experts_is_refused(
+    way: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "int8"
+    for patterns in (["*"], ["model.layers.[01]", "*.2.*", "*.3.mlp"]):
+        skip = [word for pattern in patterns for word in ("--skip", pattern)]
+        assert cli.main(["quantize", str(demo.FOLDER), str(target), *skip, *way]) == 1
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("int8moe: --skip: wanted some experts left to quantise, got ")
+        assert all(repr(pattern) in error for pattern in patterns)
+        assert not target.exists()
+    assert cli.main(["quantize", str(demo.FOLDER), str(target), *skip[:-2], *way]) == 0
+
+
+@WAYS
+def test_a_quantised_source_is_refused(
+    way: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = str(tmp_path / "int8"), tmp_path / "again"
+    assert cli.main(["quantize", str(demo.FOLDER), source]) == 0
+    assert cli.main(["quantize", source, str(target), *way]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.endswith("wanted a float checkpoint, got one with a quantization_config")
+    assert not target.exists()
+    load = ["--load"] if way else []
+    assert cli.main(["explain", source, "--skip", "*", "--device", "cpu", *load]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert (
+        error == f"int8moe: --skip: wanted none for {source}, which is quantised already, got ['*']"
+    )
+
+
+@WAYS
+def test_a_target_inside_the_source_is_refused(
+    way: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = Path(damaged(tmp_path, lambda folder: None))
+    before = sorted(source.rglob("*"))
+    (tmp_path / "link").symlink_to(source)
+    for target in (source, source / "sub", source / "sub" / "sub", tmp_path / "link" / "sub"):
+        assert cli.main(["quantize", str(source), str(target), *way]) == 1
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("int8moe: DST: wanted a folder apart from SRC, got ")
+    assert cli.main(["quantize", str(source), str(tmp_path), *way]) == 1
+    assert "DST: wanted a folder apart from SRC" in capsys.readouterr().err
+    assert sorted(source.rglob("*")) == before
