@@ -57,9 +57,9 @@ def lower(call: Any) -> ir.TensorBox:
     up, down = products(call, dtype)
     device = DeviceFacts.of(hidden.get_device())
     is_sized = (tokens * top_k).is_number
-    # Asking for the features realizes the weights and guards their strides: only where they count.
     is_early = gpu_variants.starts_early(up.contributions, device)
     mode = {"is_sized": is_sized, "is_early": is_early and not is_tuned()}
+    # Asking for the features realizes the weights and guards their strides: only where they count.
     asked = variants.asked_for(up, down, device, **mode)
     scheduled_for = None if is_sized else variants.asked_schedule(up, down, device)
     features = variants.Features()
@@ -70,7 +70,8 @@ def lower(call: Any) -> ir.TensorBox:
         return scheduled(call, dtype, up.experts, device, schedule)
     variant = variants.choose(up, down, device, features, **mode)
     if variant.name == "decode":
-        host = gpu_variants.GraphHost(call, dtype, device, contributions=up.contributions)
+        ready = gpu_variants.realized(call)
+        host = gpu_variants.GraphHost(ready, dtype, device, contributions=up.contributions)
         output: ir.TensorBox = variant_layers.decode(host, variant, by_token(call, None))
         return output
     is_fused = variant.name == "fused"
@@ -84,7 +85,8 @@ def lower(call: Any) -> ir.TensorBox:
         is_early=is_fused and is_early,
     )
     if is_fused:
-        host = gpu_variants.GraphHost(call, dtype, device, contributions=up.contributions)
+        ready = gpu_variants.realized(call)
+        host = gpu_variants.GraphHost(ready, dtype, device, contributions=up.contributions)
         rows = None if variant.up.loads == "both" else by_token(call, routing.local)
         parts = variant_layers.fused(host, variant, routing, rows)
     else:
@@ -109,6 +111,7 @@ def scheduled(
     schedule has steps of "decode".
     """
     tokens, top_k = routing_size(call)
+    ready = gpu_variants.realized(call)
     least = 0
     shared: dict[Any, Any] = {}
     decode: list[tuple[int, variants.Variant, gpu_variants.GraphHost]] = []
@@ -118,15 +121,15 @@ def scheduled(
         least = most
         if variant.name == "decode":
             host = gpu_variants.GraphHost(
-                call, dtype, device, contributions=most, is_wanted=is_wanted
+                ready, dtype, device, contributions=most, is_wanted=is_wanted
             )
             decode.append((most, variant, host))
             continue
         host = gpu_variants.GraphHost(
-            call, dtype, device, contributions=most, is_wanted=is_wanted, shared=shared
+            ready, dtype, device, contributions=most, is_wanted=is_wanted, shared=shared
         )
         routing = plan(
-            call.topk_ids,
+            ready.topk_ids,
             call.expert_map,
             num_experts=num_experts,
             block_m=variant.up.block_m,

@@ -52,21 +52,12 @@ class GraphHost:
         is_wanted: Any = 1,
         shared: dict[Any, Any] | None = None,
     ) -> None:
-        """Take a call of at most so many contributions, in a graph of one size likely so many.
+        """Take a realized call of at most so many contributions, in a graph of one size likely so.
 
         is_wanted: 1, or an expression that is 0 where nothing is to be launched; shared: buffers of
         other hosts of the call, whose kernels are not launched where these are.
         """
-        contiguous = self.contiguous
-        self.call = call._replace(
-            hidden_states=contiguous(call.hidden_states),
-            topk_ids=contiguous(call.topk_ids),
-            topk_weights=contiguous(call.topk_weights),
-            w13=_boxed(ir.ExternKernel.realize_input(call.w13)),
-            w2=_boxed(ir.ExternKernel.realize_input(call.w2)),
-            a13_scale=None if call.a13_scale is None else self.flat(call.a13_scale),
-            a2_scale=None if call.a2_scale is None else self.flat(call.a2_scale),
-        )
+        self.call = call
         self.dtype = dtype
         self.facts = device
         self.is_wanted = is_wanted
@@ -74,10 +65,6 @@ class GraphHost:
         self.made: Counter[Any] = Counter()
         self.device = call.hidden_states.get_device()
         self.is_early = starts_early(contributions, device)
-
-    def flat(self, x: Any) -> Any:
-        """Return given scales of the activations as [values]."""
-        return self.contiguous(lowering.view(x, [-1]))
 
     def size(self, x: Any) -> list[Any]:
         """Return a tensor's sizes: symbols for tokens, numbers for all that has a guard."""
@@ -101,7 +88,7 @@ class GraphHost:
 
     def contiguous(self, x: Any) -> Any:
         """Return a tensor without gaps."""
-        return _boxed(ir.ExternKernel.require_contiguous(x))
+        return contiguous(x)
 
     def panels(self, x: Any, panels: int) -> Any:
         """Return a weight as [E * panels, N / panels, depth]."""
@@ -162,6 +149,27 @@ class GraphHost:
     def column_name(self, scale: Any, weight: Any) -> str:
         """Name how a scale belongs to its weight."""
         return scale_columns(self.size(scale)[1], self.size(weight)[1])
+
+
+def contiguous(x: Any) -> ir.TensorBox:
+    """Return a tensor without gaps as a buffer; what is none yet is copied, each time."""
+    return _boxed(ir.ExternKernel.require_contiguous(x))
+
+
+def realized(call: Any) -> Any:
+    """Return a call whose tensors are buffers, as hosts take it: once for all hosts of a call."""
+    scales = {
+        name: None if scale is None else contiguous(lowering.view(scale, [-1]))
+        for name, scale in (("a13_scale", call.a13_scale), ("a2_scale", call.a2_scale))
+    }
+    return call._replace(
+        hidden_states=contiguous(call.hidden_states),
+        topk_ids=contiguous(call.topk_ids),
+        topk_weights=contiguous(call.topk_weights),
+        w13=_boxed(ir.ExternKernel.realize_input(call.w13)),
+        w2=_boxed(ir.ExternKernel.realize_input(call.w2)),
+        **scales,
+    )
 
 
 def starts_early(contributions: int, device: DeviceFacts) -> bool:

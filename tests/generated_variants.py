@@ -109,6 +109,17 @@ def test_the_tables_serve_every_size_in_one_graph() -> None:
     assert launch_order(sized)[3:] == [*FUSED, COMBINE]
 
 
+def test_all_steps_read_the_router_weights_of_one_buffer() -> None:
+    def function(*args: torch.Tensor) -> torch.Tensor:
+        *before, logits, ids = args
+        out: torch.Tensor = EXPERTS(*before, torch.softmax(logits, -1), ids)
+        return out
+
+    x, _, _, *rest = shapes("T")
+    source = generated_source(function, [x, *rest], tokens=300)
+    assert len(re.findall(r"empty_strided_cuda\(\(s\d+, 2\), \(2, 1\), torch", source)) == 1
+
+
 def test_every_step_writes_what_it_reads_by_descriptor() -> None:
     """A step's codes depend on its own launches, although the steps share their buffers."""
 
