@@ -33,6 +33,7 @@ from .checkpoint_values import check_rest
 from .config import Int8MoeConfig
 from .discovery import find_experts
 from .record import ExpertsRecord
+from .unsupported import find_unsupported, reason_unsupported
 from .view import BIAS, SCALE
 
 
@@ -62,17 +63,23 @@ def plan_online(
     directory: Path,
     device: torch.device,
 ) -> LoadPlan:
-    """Plan the quantisation of every experts module that can be quantised; keep the reasons."""
+    """Plan the quantisation of every experts module that can be quantised; keep the reasons.
+
+    Raises ValueError for a model without any experts, CheckpointError for tensors that do not fit.
+    """
     plan = LoadPlan()
     plan.routes.entries = entries
     goals: dict[str, _Goal] = {}
     scheme = parse_scheme(config.scheme)
-    found = list(find_experts(model))
-    if not found:
+    found, others = list(find_experts(model)), list(find_unsupported(model))
+    if not found and not others:
         raise ValueError(
             f"model: wanted one with experts modules of transformers, got {type(model).__name__} "
             "without any"
         )
+    for path, module in others:
+        refused = plan.reasons if config.skips(path) is None else plan.skipped
+        refused[path] = reason_unsupported(module)
     for path, module in found:
         pattern = config.skips(path)
         if pattern is not None:

@@ -79,7 +79,8 @@ def state_dict_to_save(model: Any) -> dict[str, Tensor]:
     """Return a state dict in which int8 experts have the names and layouts of a checkpoint.
 
     Everything else stays as it is, for save_pretrained to rename. The model's configuration gets
-    the matching ``quantization_config``. Raises NotImplementedError for offloaded codes.
+    the matching ``quantization_config``, or loses the one it was loaded with if nothing is int8:
+    all else was made float. Raises NotImplementedError for offloaded codes.
     """
     state: dict[str, Tensor] = dict(model.state_dict())
     names = SavedNames(model)
@@ -99,6 +100,8 @@ def state_dict_to_save(model: Any) -> dict[str, Tensor]:
     if schemes:
         fields = _configuration(model, names, schemes)
         model.config.quantization_config = CheckpointQuantization(fields)
+    elif hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
     return state
 
 
