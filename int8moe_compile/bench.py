@@ -5,6 +5,7 @@ Letters: T tokens, H hidden, I intermediate, E experts, K experts per token.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import math
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .device import total_memory
 from .ops.schema import ACTIVATION_QUANTS
 
 MEASURING_SECONDS = 0.5  # a contestant and size, spread over ROUNDS that take turns
@@ -146,7 +148,9 @@ def run(options: BenchOptions) -> Iterator[str]:
     for quant in options.quants:
         if quant not in ACTIVATION_QUANTS:
             raise ValueError(f"quant: wanted one of {list(ACTIVATION_QUANTS)}, got {quant!r}")
-    layer, peer = Layer.random(options), hugging_face(options)
+    _want_room(options)
+    with _naming("hidden, intermediate, experts", options):
+        layer, peer = Layer.random(options), hugging_face(options)
     mode = "max-autotune-no-cudagraphs" if options.max_autotune else None
     yield (
         f"E={options.experts} K={options.top_k} H={options.hidden} I={options.intermediate}, bf16 "
@@ -158,7 +162,41 @@ def run(options: BenchOptions) -> Iterator[str]:
     with torch.inference_mode():
         for quant in options.quants:
             for tokens in options.tokens:
-                yield _row(options, layer.call(quant), peer, quant, tokens, mode)
+                with _naming("tokens", options):
+                    row = _row(options, layer.call(quant), peer, quant, tokens, mode)
+                yield row
+
+
+def _want_room(options: BenchOptions) -> None:
+    """Refuse sizes of which the weights or the inputs alone exceed the device's memory."""
+    E, H, I, K = options.experts, options.hidden, options.intermediate, options.top_k  # noqa: E741
+    room = total_memory(options.device)
+    # A layer in bf16 lies beside the one in INT8; inputs are hidden states, logits, weights, ids.
+    weights = 3 * E * H * I * (1 if importlib.util.find_spec("transformers") is None else 3)
+    if weights > room:
+        raise ValueError(_no_room("hidden, intermediate, experts", f"{H}, {I}, {E}", options))
+    for tokens in options.tokens:
+        if tokens * (2 * H + 4 * E + 10 * K) > room:
+            raise ValueError(_no_room("tokens", str(tokens), options))
+
+
+def _no_room(names: str, got: str, options: BenchOptions) -> str:
+    room = total_memory(options.device) / 2**30
+    return f"{names}: wanted sizes that fit the {room:.0f} GiB of {options.device}, got {got}"
+
+
+@contextlib.contextmanager
+def _naming(names: str, options: BenchOptions) -> Iterator[None]:
+    """Name the arguments that ask for more memory than there is."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise ValueError(_no_room(names, "more", options)) from error
+    except RuntimeError as error:
+        # torch's allocator for the CPU (2.11-2.14) has no exception class of its own
+        if "can't allocate memory" not in str(error):
+            raise
+        raise ValueError(_no_room(names, "more", options)) from error
 
 
 def _row(

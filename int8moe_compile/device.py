@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import torch
 
@@ -24,6 +25,17 @@ def read_facts(device: torch.device | str | None = None) -> DeviceFacts:
     if not torch.cuda.is_available():
         return DeviceFacts(type="cuda", int8_dot=False)
     return _cuda_facts(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def total_memory(device: torch.device | str) -> int:
+    """Return the bytes of a device's memory; 2**47, more than any address, where nothing tells."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # no sysconf, or one without these names
+        return 2**47
 
 
 @functools.cache

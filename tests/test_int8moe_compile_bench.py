@@ -39,6 +39,51 @@ def test_more_experts_per_token_than_experts_are_refused(
     assert "top_k" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argument", "value", "named"),
+    [
+        ("--tokens", "99999999999999999999", "tokens"),
+        ("--tokens", "9999999999999", "tokens"),
+        ("--hidden", "9999999999", "hidden, intermediate, experts"),
+        ("--intermediate", "9999999999", "hidden, intermediate, experts"),
+        ("--experts", "9999999999999999999999", "hidden, intermediate, experts"),
+    ],
+)
+def test_sizes_beyond_memory_are_refused(
+    argument: str, value: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "--device", "cpu", argument, value]) == 1
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith(f"int8moe: {named}: wanted sizes that fit the ") and value in line
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("function", "named"), [("inputs", "tokens"), ("hugging_face", "hidden, intermediate, experts")]
+)
+def test_memory_that_runs_out_names_the_argument(
+    error: Exception, function: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(bench, function, fail)
+    with pytest.raises(ValueError, match=f"{named}: wanted sizes that fit the .* of cpu"):
+        list(bench.run(SMALL))
+    error = RuntimeError("a fault of ours")
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        list(bench.run(SMALL))
+
+
 def test_what_is_timed_is_the_layer_and_its_peer() -> None:
     layer, given = bench.Layer.random(SMALL), bench.inputs(SMALL, 3)
     weights = (layer.w13, layer.w13_scale, layer.w2, layer.w2_scale)
