@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hf_models
@@ -229,3 +229,44 @@ def test_hooks_of_accelerate_that_were_there_before_stay() -> None:
     hooks.remove_hook_from_module(experts)
     assert torch.equal(experts(*hf_models.routed()), result)
     assert len(seen) == 2
+
+
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    """Let torch swap tensors where it would otherwise set their data."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.usefixtures("swapping")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_may_be_swapped_on_conversion(family: str) -> None:
+    model, other = (quantize_(hf_models.build_model(family)) for _ in range(2))
+    ids = hf_models.token_ids()
+    with torch.no_grad():
+        wanted = quantize_(hf_models.build_model(family))(ids).logits
+        for codes in codes_of(other):
+            codes.zero_()
+        other.load_state_dict(model.state_dict())
+        model.load_state_dict(model.state_dict(keep_vars=True))
+        assert torch.equal(other(ids).logits, wanted) and torch.equal(model(ids).logits, wanted)
+        assert other.half()(ids).logits.isfinite().all()
+    assert {record_of(module).dtype for _, module in find_experts(other)} == {torch.float16}
+    for converted in (model, other, copy.deepcopy(other)):
+        converted.requires_grad_(True)
+        assert len(codes_of(converted)) == 2 * hf_models.LAYERS
+        assert all(codes.requires_grad_(True) is codes for codes in codes_of(converted))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_conversion_that_fails_leaves_codes_without_gradient(family: str) -> None:
+    model = quantize_(hf_models.build_model(family))
+
+    def fails(tensor: Tensor) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    for _, module in find_experts(model):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            module._apply(fails)
+    model.requires_grad_(True)

@@ -107,9 +107,13 @@ class ApplyKeepingCodes:
                 result = tensor.to(result.device)
             return cast(Tensor, result)
 
-        type(module)._apply(module, apply, recurse)
         for codes in _codes(module):
-            keep_without_gradient(codes)
+            _let_go(codes)
+        try:
+            type(module)._apply(module, apply, recurse)
+        finally:
+            for codes in _codes(module):
+                keep_without_gradient(codes)
         probe = fn(torch.empty(1, dtype=record.dtype, device=_device(module, record)))
         if probe.dtype in FLOATS and probe.dtype != record.dtype:
             setattr(module, RECORD, replace(record, dtype=probe.dtype))
@@ -148,6 +152,14 @@ def keep_without_gradient(codes: Tensor) -> None:
     cast(_SettableTensor, codes).requires_grad_ = _WithoutGradient(codes)
 
 
+def _let_go(codes: Tensor) -> None:
+    """Take back what keep_without_gradient set: torch swaps no tensors that have weak references.
+
+    It swaps on conversion if torch.__future__.set_swap_module_params_on_conversion says so.
+    """
+    codes.__dict__.pop("requires_grad_", None)
+
+
 def forward_slot(module: nn.Module) -> str:
     """Return the attribute that holds a module's forward; accelerate's hooks keep it elsewhere."""
     return "_old_forward" if "_old_forward" in module.__dict__ else "forward"
@@ -167,7 +179,10 @@ def install(module: nn.Module, record: ExpertsRecord) -> None:
 def _refuse_float_weights(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
 ) -> None:
-    """Report float weights that load_state_dict would truncate to codes, and keep the codes."""
+    """Report float weights that load_state_dict would truncate to codes, and keep the codes.
+
+    Those that will be loaded are let go until then.
+    """
     record, error_messages = record_of(module), rest[-1]
     assert record is not None, "the hook of an experts module outlived its record"
     for name in _names(record):
@@ -178,6 +193,8 @@ def _refuse_float_weights(
                 f"{prefix}{name}: wanted {getattr(module, name).dtype}, got {value.dtype}; load "
                 "float weights before int8moe_compile.quantize_, not after it"
             )
+    for codes in _codes(module):
+        _let_go(codes)
 
 
 def _after_loading(module: nn.Module, incompatible_keys: Any) -> None:
