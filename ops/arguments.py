@@ -6,11 +6,12 @@ N = 2*I when gated (gate rows first, then up rows), else I, G global experts.
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+
+LARGEST_FP32: Final = torch.finfo(torch.float32).max
 
 
 class ExpertsArguments(NamedTuple):
@@ -58,5 +59,7 @@ class ExpertsArguments(NamedTuple):
 
 
 def with_finite_limit(call: ExpertsArguments) -> ExpertsArguments:
-    """Return a call without the limit infinity, which limits nothing and no kernel can name."""
-    return call._replace(limit=None) if call.limit == math.inf else call
+    """Return a call without a limit beyond fp32, which limits nothing and no kernel can name."""
+    if call.limit is not None and call.limit > LARGEST_FP32:
+        return call._replace(limit=None)
+    return call

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..compat import size_hint, sizes_equal
-from .arguments import ExpertsArguments
+from .arguments import LARGEST_FP32, ExpertsArguments
 from .schema import ACTIVATION_QUANTS, ACTIVATIONS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -142,6 +142,10 @@ def _is_common(call: ExpertsArguments) -> bool:
     )
 
 
+def _fits_fp32(value: float) -> bool:
+    return math.isfinite(value) and abs(value) <= LARGEST_FP32
+
+
 def _check_words(call: ExpertsArguments) -> None:
     if call.activation_quant not in ACTIVATION_QUANTS:
         refuse("activation_quant", f"one of {list(ACTIVATION_QUANTS)}", repr(call.activation_quant))
@@ -149,12 +153,12 @@ def _check_words(call: ExpertsArguments) -> None:
         refuse("activation", f"one of {list(ACTIVATIONS)}", repr(call.activation))
     if call.alpha != 1.0 and call.activation != "silu":
         refuse("alpha", '1.0 unless activation="silu"', call.alpha)
-    if not math.isfinite(call.alpha):
-        refuse("alpha", "a finite number", call.alpha)
+    if not _fits_fp32(call.alpha):
+        refuse("alpha", "a number finite in fp32", call.alpha)
     if not call.gated and call.beta != 0.0:
         refuse("beta", "0.0 with gated=False", call.beta)
-    if not math.isfinite(call.beta):
-        refuse("beta", "a finite number", call.beta)
+    if not _fits_fp32(call.beta):
+        refuse("beta", "a number finite in fp32", call.beta)
     if call.limit is not None:
         if not call.gated:
             refuse("limit", "None with gated=False", call.limit)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..compat import cpu_matmul_rounds_inputs
 from .activation import apply_gate
-from .arguments import ExpertsArguments
+from .arguments import ExpertsArguments, with_finite_limit
 from .quantize import quantize_activations, row_scale
 from .routing import local_experts
 
@@ -83,6 +83,7 @@ def experts(call: ExpertsArguments) -> Tensor:
         # the products below are exact in fp32 only; the ambient autocast would make them bf16
         with torch.autocast("cpu", enabled=False):
             return experts(call)
+    call = with_finite_limit(call)
     tokens, hidden = call.hidden_states.shape
     top_k = call.topk_ids.shape[1]
     dtype = call.result_dtype

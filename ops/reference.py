@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .activation import apply_gate
-from .arguments import ExpertsArguments
+from .arguments import ExpertsArguments, with_finite_limit
 from .quantize import quantize_activations, row_scale
 from .routing import local_experts
 
@@ -23,7 +23,7 @@ def experts(*args: Any, precision: torch.dtype = torch.float32, **kwargs: Any) -
     Takes the operator's arguments. Returns [T,H] of the result dtype (fp64 results are rounded
     to it, too).
     """
-    call = ExpertsArguments(*args, **kwargs)
+    call = with_finite_limit(ExpertsArguments(*args, **kwargs))
     local = local_experts(call.topk_ids, call.w13.shape[0], call.expert_map)
     live = local >= 0
     tokens, top_k = local.shape

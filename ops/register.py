@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from .. import registry
 from ..compat import below_autograd, in_forward_mode, one_autograd_level
 from . import fake, quantize, schema
-from .arguments import ExpertsArguments
+from .arguments import ExpertsArguments, with_finite_limit
 from .checks import check_dequantize, check_experts
 from .humming import check_humming
 
@@ -35,7 +35,7 @@ def operator_of(backend: str) -> torch._ops.OpOverload:
 def _experts_kernel(*args: Any, **kwargs: Any) -> Tensor:
     call = ExpertsArguments(*args, **kwargs)
     check_experts(call, traced=False)
-    result: Tensor = registry.kernel(call.hidden_states.device.type)(call)
+    result: Tensor = registry.kernel(call.hidden_states.device.type)(with_finite_limit(call))
     return result
 
 
@@ -43,7 +43,7 @@ def _humming_kernel(*args: Any, **kwargs: Any) -> Tensor:
     call = ExpertsArguments(*args, **kwargs)
     check_experts(call, traced=False)
     check_humming(call)
-    result: Tensor = registry.humming_kernel()(call)
+    result: Tensor = registry.humming_kernel()(with_finite_limit(call))
     return result
 
 

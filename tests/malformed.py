@@ -63,6 +63,8 @@ BAD: dict[str, Bad] = {
         "alpha", lambda: base(gated=False, activation="relu", alpha=0.5)
     ),
     "alpha nan": bad("alpha", "finite", alpha=float("nan")),
+    "alpha beyond fp32": bad("alpha", "finite in fp32", alpha=1e39),
+    "beta beyond fp32": bad("beta", "finite in fp32", beta=-1e39),
     "beta inf": bad("beta", "finite", beta=float("inf")),
     "beta not gated": bad_from("beta", lambda: base(gated=False, beta=1.0), "0.0"),
     "limit not gated": bad_from("limit", lambda: base(gated=False, limit=7.0), "None"),

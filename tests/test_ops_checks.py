@@ -109,6 +109,7 @@ GOOD: dict[str, Callable[[], Problem]] = {
     "scale [E,2,1]": lambda: base().with_(w13_scale=floats(E, 2, 1)),
     "alpha, not gated": lambda: base(gated=False, alpha=1.702),
     "limit inf": lambda: base().with_(limit=float("inf")),
+    "limit beyond fp32": lambda: base().with_(limit=1e39),
     "map": lambda: base().with_(expert_map=ints(9, dtype=torch.int32)),
     "int32 ids": lambda: base().with_(topk_ids=ints(T, K, dtype=torch.int32)),
 }

@@ -13,7 +13,8 @@ import torch
 from support import Problem, probe, problem, with_scheme
 from torch import Tensor
 
-from int8moe_compile.ops import quantize
+from int8moe_compile.ops import cpu, quantize
+from int8moe_compile.ops.arguments import ExpertsArguments
 
 Compute = Callable[[Problem], Tensor]
 both = pytest.mark.parametrize("compute", [Problem.reference, Problem.run], ids=["meaning", "cpu"])
@@ -146,6 +147,21 @@ def test_limit_bounds_the_gate_from_above_only(compute: Compute) -> None:
     assert compute(case)[:, 0].tolist() == [0.0, 5.0]
     low = gate_probe([[-3, 1]], limit=2.0)
     assert torch.allclose(compute(low)[0, 0], torch.tensor(-0.1422776195), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("limit", [3.4028234e38, 1e39, 1e308, float("inf")])
+@pytest.mark.parametrize(
+    "compute",
+    [
+        Problem.reference,
+        Problem.run,
+        lambda case: cpu.experts(ExpertsArguments(*case.args, **case.options)),
+    ],
+    ids=["meaning", "cpu", "plain"],
+)
+def test_a_limit_beyond_fp32_is_none(compute: Compute, limit: float) -> None:
+    case = gate_probe([[-9, 1], [5, 9]], activation="relu")
+    assert compute(case.with_(limit=limit))[:, 0].tolist() == compute(case)[:, 0].tolist()
 
 
 @both
