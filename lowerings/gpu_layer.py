@@ -57,15 +57,17 @@ def lower(call: Any) -> ir.TensorBox:
     up, down = products(call, dtype)
     device = DeviceFacts.of(hidden.get_device())
     is_sized = (tokens * top_k).is_number
+    # Wrappers in C++ get the templates, whatever the size.
+    is_scheduled = not is_sized and not V.graph.cpp_wrapper
     is_early = gpu_variants.starts_early(up.contributions, device)
     mode = {"is_sized": is_sized, "is_early": is_early and not is_tuned()}
     # Asking for the features realizes the weights and guards their strides: only where they count.
     asked = variants.asked_for(up, down, device, **mode)
-    scheduled_for = None if is_sized else variants.asked_schedule(up, down, device)
+    scheduled_for = variants.asked_schedule(up, down, device) if is_scheduled else None
     features = variants.Features()
     if asked is not None or scheduled_for is not None:
         features = gpu_variants.features_of(call)
-    schedule = None if is_sized else variants.schedule(up, down, device, features)
+    schedule = variants.schedule(up, down, device, features) if is_scheduled else None
     if schedule is not None:
         return scheduled(call, dtype, up.experts, device, schedule)
     variant = variants.choose(up, down, device, features, **mode)

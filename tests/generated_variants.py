@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from generated import (
 )
 from inductor_source import generated_source, launch_order, pretend_cuda
 from support import EXPERTS
+from torch._inductor.graph import GraphLowering
 
 from int8moe_compile.lowerings import variants
 from int8moe_compile.lowerings.tiles import Tile
@@ -163,6 +165,23 @@ def test_launches_before_the_kernel_ahead_ends(T: int, arch: str, has_early: boo
     if T == 64:
         products = [name for name in launch_order(source) if "tem_fused" in name]
         assert len(products) == 2, "nothing is gained by the same products as launches of their own"
+
+
+@pytest.mark.parametrize("T", [1, 64, 4096, "T"])
+def test_wrappers_in_cpp_get_the_templates(T: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lower = GraphLowering.run
+
+    def run(self: GraphLowering, *args: Any) -> Any:
+        self.cpp_wrapper = True
+        try:
+            return lower(self, *args)
+        finally:
+            self.cpp_wrapper = False
+
+    monkeypatch.setattr(GraphLowering, "run", run)
+    source = generated_source(block(), shapes(T), tokens=300)
+    assert launch_order(source).count("triton_tem_fused") == 2
+    assert "launch_pdl': True" not in source
 
 
 @pytest.mark.parametrize("T", [1, 64])
