@@ -97,12 +97,30 @@ def _want_one_value(name: str, scale: Tensor | None, why: str) -> None:
         refuse(name, f"one value, shape [] or [1], with {why}", _shape(scale))
 
 
+def check_layouts(call: ExpertsArguments) -> None:
+    """Refuse sparse and other tensors without strides.
+
+    The fakes see them; the dispatcher sends a call with such a one to a kernel of its own, so
+    that other calls need not look.
+    """
+    for name, value in call._asdict().items():
+        if isinstance(value, Tensor):
+            _want_strided(name, value)
+
+
+def _want_strided(name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        refuse(name, "a dense tensor (layout torch.strided)", tensor.layout)
+
+
 def check_experts(call: ExpertsArguments, *, traced: bool) -> None:
     """Check one call of int8moe::experts. Raises ValueError naming argument, wanted, got.
 
     Compares sizes with each other only: nothing here depends on how large T is. traced: sizes
     may be symbolic (fakes); kernels say False and take a shorter way to the same answer.
     """
+    if traced:
+        check_layouts(call)
     _check_words(call)
     if traced or not _is_common(call):
         _check_weights(call)
@@ -247,6 +265,8 @@ def _check_optional_tensors(call: ExpertsArguments) -> None:
 
 def _check_devices(call: ExpertsArguments) -> None:
     device = call.hidden_states.device
+    if call.w13.device != device and len({weight.device for weight in call[1:5]}) == 1:
+        refuse("hidden_states", f"device {call.w13.device}, that of the weights", device)
     for name, value in zip(call._fields[1:7], call[1:7], strict=True):
         if value.device != device:
             refuse(name, f"device {device}, that of hidden_states", value.device)
@@ -264,6 +284,9 @@ def check_dequantize(
     a_scale: Tensor | None,
 ) -> None:
     """Check one call of int8moe::dequantize. Raises ValueError naming argument, wanted, got."""
+    for name, tensor in (("codes", codes), ("scale", scale), ("a_scale", a_scale)):
+        if tensor is not None:
+            _want_strided(name, tensor)
     _want_dtype("codes", codes, (torch.int8,))
     if codes.dim() < 2:
         refuse("codes", "at least two dimensions [..., rows, columns]", _shape(codes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from .. import registry
 from ..compat import below_autograd, in_forward_mode, one_autograd_level
 from . import fake, quantize, schema
 from .arguments import ExpertsArguments, with_finite_limit
-from .checks import check_dequantize, check_experts
+from .checks import check_dequantize, check_experts, check_layouts
 from .humming import check_humming
 
 # define + impl, not custom_op: 4 us against 16 us a call, and a second registration fails loudly.
@@ -45,6 +45,11 @@ def _humming_kernel(*args: Any, **kwargs: Any) -> Tensor:
     check_humming(call)
     result: Tensor = registry.humming_kernel()(with_finite_limit(call))
     return result
+
+
+def _without_strides(*args: Any, **kwargs: Any) -> NoReturn:
+    check_layouts(ExpertsArguments(*args, **kwargs))
+    raise AssertionError("the dispatcher sent dense tensors to the kernel of sparse ones")
 
 
 def _dequantize_kernel(
@@ -151,6 +156,9 @@ def _wants_gradient(args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> bool:
 for _device in ("CPU", "CUDA"):
     _library.impl("experts", _experts_kernel, _device)
     _library.impl("humming_experts", _humming_kernel, _device)
+for _layout in ("SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "MkldnnCPU"):
+    _library.impl("experts", _without_strides, _layout)
+    _library.impl("humming_experts", _without_strides, _layout)
 _library.impl("experts", _experts_autograd, "Autograd")
 _library.impl("humming_experts", _humming_autograd, "Autograd")
 _library.impl("dequantize", _dequantize_kernel, "CompositeExplicitAutograd")

@@ -32,6 +32,13 @@ def coded(word: str = "token", **changes: Any) -> Problem:
     return base(word).with_(hidden_states=rows, a13_scale=scale).with_(**changes)
 
 
+def weights_of(device: str) -> dict[str, Tensor]:
+    """Return the weights and scales of base(), on a device."""
+    case = base()
+    names = ("w13", "w13_scale", "w2", "w2_scale")
+    return {name: getattr(case, name).to(device) for name in names}
+
+
 @dataclass(frozen=True)
 class Bad:
     """Make a call wrong in one argument; of_tokens: wrong for some values of an unbacked T only."""
@@ -173,6 +180,14 @@ BAD: dict[str, Bad] = {
     "map 2-D": bad("expert_map", "[G]", expert_map=ints(1, E, dtype=int64)),
     "map float": bad("expert_map", expert_map=floats(E)),
     # devices
+    "rows elsewhere": bad(
+        "hidden_states",
+        "device cpu, that of the weights",
+        hidden_states=floats(T, H, device="meta"),
+    ),
+    "weights elsewhere": bad_from(
+        "hidden_states", lambda: base().with_(**weights_of("meta")), "device meta, that of the"
+    ),
     "w13 elsewhere": bad("w13", "device cpu", w13=ints(E, 2 * I, H, device="meta")),
     "w2_scale elsewhere": bad("w2_scale", "device cpu", w2_scale=floats(E, H, device="meta")),
     "ids elsewhere": bad("topk_ids", "device", topk_ids=ints(T, K, dtype=int64, device="meta")),

@@ -184,3 +184,40 @@ def test_dequantize_refuses_alike(name: str) -> None:
     with FakeTensorMode() as mode:
         fakes = {k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in call.items()}
         assert message(lambda: DEQUANTIZE(**fakes)) == text
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "torch.sparse_coo": Tensor.to_sparse,
+    "torch._mkldnn": Tensor.to_mkldnn,
+    "torch.sparse_csr": Tensor.to_sparse_csr,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["hidden_states", "w2_scale", "topk_weights", "w13_bias"])
+def test_tensors_without_strides_are_refused_by_name(name: str, layout: str) -> None:
+    case = base(dtype=torch.float32).with_(w13_bias=floats(E, 2 * I))
+    tensor = LAYOUTS[layout](named(case)[name])
+    case = case.with_(**{name: tensor})
+    text = f"{name}: wanted a dense tensor (layout torch.strided), got {layout}"
+    assert message(case.run) == text
+    with torch.inference_mode():
+        assert message(case.run) == text
+    learning = case.with_(w2_bias=floats(E, H).requires_grad_())
+    assert message(learning.run) == text
+    if layout == "torch.sparse_coo":  # of the others torch makes no fake that keeps the layout
+        run, _ = traced(case, "static")
+        assert message(run) == text
+
+
+def test_sparse_codes_are_refused_by_name() -> None:
+    for name, changes in (
+        ("w13", {"w13": ints(E, 2 * I, H).to_sparse()}),
+        ("topk_ids", {"topk_ids": ints(T, K, dtype=torch.int64).to_sparse()}),
+    ):
+        case = base().with_(**changes)
+        assert message(case.run).startswith(f"{name}: wanted a dense tensor")
+    sparse = ints(E, 4, H).to_sparse()
+    text = message(lambda: DEQUANTIZE(sparse, floats(E, 4), dtype=torch.float32))
+    assert text.startswith("codes: wanted a dense tensor")
