@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ from .checkpoint_families import activation_of, family_refusal, text_config
 from .checkpoint_files import TensorEntry, is_dense, read_headers, read_json, weight_files
 from .checkpoint_names import TensorName, parse_name
 from .checkpoint_schemes import CheckpointKeys
+from .convert_plan import FUSED_LAYOUTS
 from .errors import CheckpointError
 from .explain import Explanation, Layer
 from .oracle import DeviceFacts, MoeProblem, select_int8_moe_backend
 from .schemes import INT8_STATIC_TENSOR, Scheme, parse_scheme
+from .structure import Layout
 
 _WEIGHTS = ("weight", "packed", "qweight")
 _SIZES = ("num_experts_per_tok", "moe_k", "top_k")
@@ -123,8 +125,9 @@ def _keys(
     """Return the keys that all projections share, or why there are none."""
     if quantization is None:
         return "scales without a quantization_config in config.json"
+    kind = _class_name(quantization)
     found = {
-        quantization.keys_of([name.module, f"{name.block}.0.{name.spelling}"])
+        quantization.keys_of([name.module, f"{name.block}.0.{name.spelling}"], kind)
         for name, _ in tensors.values()
     }
     if len(found) > 1:
@@ -134,6 +137,35 @@ def _keys(
         return "quantization_config leaves it unquantised, but it has scales"
     zeros = any(name.part in ("zero_point", "qzeros") for name, _ in tensors.values())
     return keys if keys.reason is None or not zeros else without_zero_points(keys)
+
+
+def _class_name(quantization: CheckpointConfig) -> str:
+    """Return the class of the experts if the configuration names it; all of them end alike."""
+    entries = [target for group in quantization.groups for target in group.targets]
+    words = [word for word in (*entries, *quantization.ignore) if word.isidentifier()]
+    return next((word for word in words if word.endswith("Experts")), "Linear")
+
+
+def _hidden_size(
+    weights: Sequence[tuple[TensorName, TensorEntry]], config: Mapping[str, Any]
+) -> int:
+    """Return the hidden size that the configuration states, else the one that the weights have."""
+    stated = config.get("hidden_size")
+    if isinstance(stated, int):
+        return stated
+    layout = FUSED_LAYOUTS.get(str(config.get("model_type")), Layout())
+    for name, entry in weights:
+        rows, columns = entry.shape[-2:] if len(entry.shape) > 1 else (0, 0)
+        rows, columns = (rows, 4 * columns) if name.part == "packed" else (rows, columns)
+        if name.part == "qweight":
+            rows, columns = columns, 4 * rows
+        elif name.expert is None and layout.transposed:
+            rows, columns = columns, rows
+        # The rows of the second product are never packed, and so exact.
+        if name.projection == "down":
+            return rows
+        stated = columns
+    return stated if isinstance(stated, int) else 0
 
 
 def _ask(
@@ -146,12 +178,12 @@ def _ask(
     """Return the backend that the oracle picks, or its reason."""
     experts = {name.expert for name, _ in tensors.values()}
     weights = [(name, e) for name, e in tensors.values() if name.part in _WEIGHTS]
-    first = weights[0][1].shape
-    count = first[0] if experts == {None} else len(experts)
-    hidden = config.get("hidden_size")
+    if not all(entry.shape for _, entry in weights) or not weights:
+        return None, "wanted the weights of its experts, got none"
+    count = weights[0][1].shape[0] if experts == {None} else len(experts)
+    hidden = _hidden_size(weights, config)
     gated = any(name.projection in ("gate", "gate_up") for name, _ in tensors.values())
     top_k = next((config[name] for name in _SIZES if isinstance(config.get(name), int)), 1)
-    hidden = hidden if isinstance(hidden, int) else first[-1]
     total = _elements(tensors)
     intermediate = total // (count * hidden * (3 if gated else 2)) if count * hidden else 0
     problem = MoeProblem(
