@@ -18,7 +18,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .checkpoint_files import DTYPES, INDEX, read_header, read_tensor
+from .checkpoint_fields import patterns
+from .checkpoint_files import DTYPES, INDEX, read_header, read_json, read_tensor
 from .checkpoint_names import place
 from .checkpoint_pack import pack_codes
 from .convert_plan import Conversion, Step, plan_conversion
@@ -40,7 +41,7 @@ def convert_checkpoint(
     target: str | Path,
     scheme: str | Scheme = "w8a8",
     *,
-    skip: str | Sequence[str] = (),
+    skip: str | Sequence[str] | None = (),
     device: str | torch.device = "cpu",
     verify: bool = False,
     progress: bool = True,
@@ -49,8 +50,9 @@ def convert_checkpoint(
 
     skip: fnmatch patterns of the names of experts blocks in the checkpoint. device: where to
     quantise. verify: read everything back and compare. An interrupted conversion of the same
-    source and scheme continues. Raises ValueError for "w8a8_static", which needs calibration, and
-    for a target with something else in it; CheckpointError for a source that cannot be converted.
+    source and scheme continues. Raises ValueError for "w8a8_static", which needs calibration, for
+    a device that cannot be used, and for a target that lies in the source or around it or has
+    something else in it; CheckpointError for a source that cannot be converted.
     """
     source, target, wanted = Path(source), Path(target), parse_scheme(scheme)
     if wanted.activation_quant == "static":
@@ -58,13 +60,14 @@ def convert_checkpoint(
             f'scheme: "{wanted.name}" needs calibration; load the model, then '
             "int8moe_compile.quantize_(model, ..., calibration=...) and save_pretrained"
         )
-    patterns = (skip,) if isinstance(skip, str) else tuple(skip)
-    conversion = plan_conversion(source, wanted, patterns)
-    _begin(conversion, target, patterns)
+    left_out, device = patterns("skip", skip), _usable(device)
+    _refuse_nested(source, target)
+    conversion = plan_conversion(source, wanted, left_out)
+    _begin(conversion, target, left_out)
     with _bar(conversion, progress, "converting") as bar:
         for file, steps in conversion.shards.items():
             if not _is_done(target / file, steps):
-                _write_shard(conversion, target / file, steps, torch.device(device), bar)
+                _write_shard(conversion, target / file, steps, device, bar)
             else:
                 bar.update(sum(step.entry.size for step in steps))
     _finish(conversion, target)
@@ -73,17 +76,35 @@ def convert_checkpoint(
     return target
 
 
+def _usable(device: str | torch.device) -> torch.device:
+    """Return a device that this torch can compute on here; raises ValueError for any other."""
+    try:
+        torch.ones(1, device=device).item()
+        return torch.device(device)
+    except (AssertionError, RuntimeError, TypeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"device: wanted one to compute on, got {device!r}: {reason}") from error
+
+
+def _refuse_nested(source: Path, target: Path) -> None:
+    """Refuse a target in the source, which would grow by it, or one that holds the source."""
+    inner, outer = target.resolve(), source.resolve()
+    if inner == outer or (target.exists() and source.exists() and target.samefile(source)):
+        raise ValueError(f"DST: wanted another folder than SRC, got {target}")
+    for one, other, word in ((inner, outer, "in"), (outer, inner, "around")):
+        if other in one.parents:
+            raise ValueError(f"DST: wanted a folder beside SRC, got {target}, {word} {source}")
+
+
 def _begin(conversion: Conversion, target: Path, skip: Sequence[str]) -> None:
     """Create the target, or make sure that it is the same conversion that was interrupted."""
     if target.exists() and not target.is_dir():
         raise ValueError(f"DST: wanted a folder, got a file: {target}")
     target.mkdir(parents=True, exist_ok=True)
-    if target.samefile(conversion.source):
-        raise ValueError(f"DST: wanted another folder than SRC, got {target}")
     state = {"fingerprint": _fingerprint(conversion, skip), "source": str(conversion.source)}
     file = target / STATE
     if file.is_file():
-        if json.loads(file.read_text(encoding="utf-8")) != state:
+        if read_json(file) != state:
             raise ValueError(
                 f"DST: {target} holds an interrupted conversion of another source, scheme or "
                 "skip; wanted the same, or a new or empty folder"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -177,8 +178,10 @@ def test_faults_of_the_user_are_said(tmp_path: Path):
     source = saved(tmp_path / "float")
     with pytest.raises(ValueError, match="needs calibration"):
         convert_checkpoint(source, tmp_path / "a", "w8a8_static", progress=False)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
     with pytest.raises(ValueError, match="wanted a new or empty folder"):
-        convert_checkpoint(source, tmp_path, progress=False)
+        convert_checkpoint(source, tmp_path / "full", progress=False)
     with pytest.raises(ValueError, match="another folder than SRC"):
         convert_checkpoint(source, source, progress=False)
     done = convert_checkpoint(source, tmp_path / "int8", progress=False)
@@ -191,6 +194,51 @@ def test_faults_of_the_user_are_said(tmp_path: Path):
     (source / INDEX).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"model-99\.safetensors, got none"):
         plan_conversion(source, W8A8)
+
+
+@pytest.mark.parametrize(
+    ("target", "word"),
+    [("float/int8", "in"), ("float/a/b", "in"), (".", "around"), ("..", "around")],
+)
+def test_a_target_lies_beside_the_source(tmp_path: Path, target: str, word: str):
+    source = saved(tmp_path / "float")
+    before = contents(source)
+    message = rf"DST: wanted a folder beside SRC, got .*, {word} .*float"
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(source, tmp_path / target, progress=False)
+    assert contents(source) == before
+    (tmp_path / "link").symlink_to(source, target_is_directory=True)
+    with pytest.raises(ValueError, match="another folder than SRC"):
+        convert_checkpoint(source, tmp_path / "link", progress=False)
+    with pytest.raises(ValueError, match=r"beside SRC, got .*link/int8, in"):
+        convert_checkpoint(source, tmp_path / "link" / "int8", progress=False)
+
+
+@pytest.mark.parametrize("device", ["nope", "cuda:99", "meta", 1.5])
+def test_a_device_that_cannot_compute_is_refused_first(tmp_path: Path, device: Any):
+    source = saved(tmp_path / "float")
+    with pytest.raises(ValueError, match=f"^device: wanted one to compute on, got '?{device}"):
+        convert_checkpoint(source, tmp_path / "int8", device=device, progress=False)
+    assert not (tmp_path / "int8").exists()
+
+
+def test_skip_is_strings_or_none(tmp_path: Path):
+    source = saved(tmp_path / "float")
+    plain = contents(convert_checkpoint(source, tmp_path / "plain", progress=False))
+    none = convert_checkpoint(source, tmp_path / "none", skip=None, progress=False)
+    assert contents(none) == plain
+    with pytest.raises(TypeError, match=r"^skip: wanted a string or a list of strings, got 5"):
+        convert_checkpoint(source, tmp_path / "int8", skip=5, progress=False)
+    assert not (tmp_path / "int8").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "", "[]", "\xff"])
+def test_a_state_that_cannot_be_read_is_named(tmp_path: Path, text: str):
+    source = saved(tmp_path / "float")
+    (tmp_path / "int8").mkdir()
+    (tmp_path / "int8" / STATE).write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=f"{STATE}: "):
+        convert_checkpoint(source, tmp_path / "int8", progress=False)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe"])
