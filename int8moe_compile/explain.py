@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from .passes.outcome import Outcome
 
 NOT_QUANTISED = "not quantised: call int8moe_compile.quantize_(model)"
+NO_DATA = (
+    "its weights are offloaded or not loaded (device 'meta'); load the model without offloading to "
+    "see which backend runs it"
+)
 NOT_SEEN = "no graph compiled for these inputs contains it"
 
 
@@ -61,7 +65,7 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     inputs (those of ``model(*args, **kwargs)``): compiles the model for them as far as the graph
     pass, without making code, runs it once under no_grad, and says which layers the pass
     rewrote; other passes that the user installed in its place run before it, as when compiling.
-    That forgets what was compiled before (torch.compiler.reset).
+    That forgets what was compiled before (torch.compiler.reset). Raises TypeError for no module.
     """
     require_transformers()
     from . import passes
@@ -69,6 +73,8 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     from .hf.unsupported import find_unsupported
 
     model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: wanted a torch.nn.Module, got {type(model).__name__}")
     active = passes.installed()
     backend = "auto" if active is None else active.backend
     layers = [_judge(name, module, backend) for name, module in find_experts(model)]
@@ -131,6 +137,8 @@ def _ask(module: nn.Module, record: ExpertsRecord, backend: str) -> tuple[str | 
 
     scheme = record.scheme
     w2 = getattr(module, record.structure.w2_name)
+    if w2.device.type == "meta":
+        return None, NO_DATA
     problem = problem_of(module, record, w2)
     try:
         choice = select_int8_moe_backend(

@@ -16,7 +16,7 @@ from .ops.quantize import quantize_weight
 from .oracle import MoeProblem, select_int8_moe_backend
 from .passes.layouts import Which, from_hf_bias, from_hf_layout
 from .schemes import INT8_STATIC_TENSOR, Scheme, parse_scheme
-from .skip import matching_pattern, warn_unmatched
+from .skip import matching_pattern, patterns_of, warn_unmatched
 from .structure import ExpertsStructure, Layout
 
 if TYPE_CHECKING:
@@ -37,20 +37,20 @@ def quantize_(
     model: nn.Module,
     scheme: str | Scheme = "w8a8",
     *,
-    skip: str | Sequence[str] = (),
+    skip: str | Iterable[str] | None = (),
     calibration: Iterable[Any] | None = None,
 ) -> nn.Module:
     """Quantise every experts module of a Hugging Face model to int8, in place; return the model.
 
     Weights go expert by expert, from bf16, fp16 or fp32. skip: fnmatch patterns of the names of
     experts modules, or of modules around them; one warning names those that match nothing.
-    calibration: an iterable of model inputs (tensor, dict or tuple) for "w8a8_static". A module
-    that is quantised already stays as it is. One that cannot be quantised is left as it was, with
-    one warning, and the reason is kept for explain.
+    calibration: an iterable of model inputs (tensor, dict or tuple), or a dataset with a length and
+    items, for "w8a8_static". A module that is quantised already stays as it is. One that cannot be
+    quantised is left as it was, with one warning, and the reason is kept for explain.
 
     Raises ValueError: no experts module in the model, an unknown scheme, a weight on the meta
-    device, another scheme than the one a module has, calibration missing or superfluous.
-    ImportError: transformers is missing or too old.
+    device, another scheme than the one a module has, calibration missing, superfluous or of a wrong
+    kind. TypeError: no module, no patterns. ImportError: transformers is missing or too old.
     """
     require_transformers()
     # Importing it imports transformers, which a bare import of the package must not do.
@@ -60,10 +60,10 @@ def quantize_(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: wanted a torch.nn.Module, got {type(model).__name__}")
     wanted = parse_scheme(scheme)
-    patterns = (skip,) if isinstance(skip, str) else tuple(skip)
+    patterns = patterns_of(skip)
     is_static = wanted.activation_quant == "static"
-    if calibration is not None and not is_static:
-        raise ValueError(f'calibration: wanted None with scheme "{wanted.name}", got one')
+    if calibration is not None:
+        _check_calibration(calibration, wanted)
     found, others = list(find_experts(model)), list(find_unsupported(model))
     if not found and not others:
         raise ValueError(
@@ -243,6 +243,15 @@ def oracle_refusal(
     except NotImplementedError as error:
         return str(error)
     return None
+
+
+def _check_calibration(calibration: object, wanted: Scheme) -> None:
+    """Refuse what no model input can come from, also where nothing is left to calibrate."""
+    from .hf.calibration import check_calibration
+
+    if wanted.activation_quant != "static":
+        raise ValueError(f'calibration: wanted None with scheme "{wanted.name}", got one')
+    check_calibration(calibration)
 
 
 def _calibrated(

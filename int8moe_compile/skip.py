@@ -16,6 +16,20 @@ def matching_pattern(name: str, patterns: Sequence[str]) -> str | None:
     return None
 
 
+def patterns_of(skip: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Return the patterns of an argument skip; None is the default, none of them."""
+    if skip is None or isinstance(skip, str):
+        return () if skip is None else (skip,)
+    wanted = "skip: wanted a pattern (str) or an iterable of them"
+    if not isinstance(skip, Iterable):
+        raise TypeError(f"{wanted}, got {type(skip).__name__}")
+    patterns = tuple(skip)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{wanted}, got one with {pattern!r}")
+    return patterns
+
+
 def matching_part(name: str, parts: Sequence[str]) -> str | None:
     """Return the first of dotted parts that a module's name holds between dots, None if none."""
     return next((part for part in parts if f".{part}." in f".{name}."), None)

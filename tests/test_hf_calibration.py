@@ -56,7 +56,24 @@ def test_scales_are_those_of_live_contributions(name: str) -> None:
     assert not bool(result[:2].any())
 
 
-@pytest.mark.parametrize("kind", ["tensor", "dict", "tuple", "generator"])
+class Rows:
+    """A map-style dataset: items and a length, but no iterator, and no end by IndexError."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Tensor:
+        return hf_models.token_ids(seed=index)
+
+
+class Unsized(torch.utils.data.IterableDataset[Tensor]):
+    """A stream, whose DataLoader has a __len__ that raises."""
+
+    def __iter__(self) -> Any:
+        return iter([hf_models.token_ids()[0]])
+
+
+@pytest.mark.parametrize("kind", ["tensor", "dict", "tuple", "generator", "dataset", "loader"])
 def test_kinds_of_inputs(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = hf_models.build_model("qwen3_moe").train()
     ids = hf_models.token_ids()
@@ -65,6 +82,8 @@ def test_kinds_of_inputs(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
         "dict": [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}],
         "tuple": [(ids, torch.ones_like(ids))],
         "generator": (hf_models.token_ids(seed=seed) for seed in range(3)),
+        "dataset": Rows(),
+        "loader": torch.utils.data.DataLoader(Unsized(), batch_size=2),
     }
     quantize_(model, "w8a8_static", calibration=inputs[kind])
     for _, experts in find_experts(model):
@@ -99,6 +118,12 @@ def test_calibration_leaves_what_is_not_quantised() -> None:
         ("w8a8_static", torch.zeros(1, 4, dtype=torch.int64), "calibration: .* got Tensor"),
         ("w8a8_static", {"input_ids": 1}, "calibration: .* got dict"),
         ("w8a8_static", ["text"], "calibration: .* got an item str"),
+        ("w8a8_static", 5, "calibration: .* got int"),
+        ("w8a8_static", [5], "calibration: .* got an item int"),
+        ("w8a8_static", [[1, 2, 3]], "calibration: .* got an item list without a tensor"),
+        ("w8a8_static", [[[1, 2, 3]]], "calibration: .* got an item list without a tensor"),
+        ("w8a8_static", [{"input_ids": [1]}], "calibration: .* got an item dict without a tensor"),
+        ("w8a8_static", [()], "calibration: .* got an item tuple without a tensor"),
         ("w8a8", [torch.zeros(1, 4, dtype=torch.int64)], 'calibration: wanted None with .*"w8a8"'),
     ],
 )
@@ -109,6 +134,16 @@ def test_wrong_calibration(scheme: str, calibration: Any, message: str) -> None:
     for _, experts in find_experts(model):
         assert record_of(experts) is None
         assert "forward" not in experts.__dict__
+
+
+@pytest.mark.parametrize("calibration", [5, torch.zeros(1, 4, dtype=torch.int64), [], "text"])
+def test_wrong_calibration_is_seen_where_nothing_is_left_to_do(calibration: Any) -> None:
+    model = hf_models.build_model("mixtral")
+    with pytest.raises(ValueError, match="calibration: wanted an iterable"):
+        quantize_(model, "w8a8_static", calibration=calibration, skip="*")
+    quantize_(model, "w8a8_static", calibration=[hf_models.token_ids()])
+    with pytest.raises(ValueError, match="calibration: wanted an iterable"):
+        quantize_(model, "w8a8_static", calibration=calibration)
 
 
 def test_module_that_calibration_never_reaches() -> None:

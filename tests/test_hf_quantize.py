@@ -158,6 +158,14 @@ def test_one_warning_names_the_patterns_that_match_nothing() -> None:
     assert [record_of(module) is not None for module in experts_of(model)] == [True, False]
 
 
+def test_skip_is_patterns_or_nothing() -> None:
+    model = quantize_(hf_models.build_model("mixtral"), skip=None)
+    assert all(record_of(module) is not None for module in experts_of(model))
+    for skip, got in ((5, "int"), ([5], "one with 5"), (b"*", "one with 42")):
+        with pytest.raises(TypeError, match=rf"skip: wanted a pattern \(str\).*got {got}"):
+            quantize_(model, skip=skip)
+
+
 def test_two_schemes_in_one_model_through_skip() -> None:
     model = hf_models.build_model("mixtral")
     quantize_(model, "w8a8", skip="*.layers.1.*")

@@ -266,6 +266,21 @@ def test_explain_shows_the_reason_of_the_pass() -> None:
     assert "set_experts_implementation('grouped_mm')" in str(layer.reason)
 
 
+def test_explain_says_that_weights_are_offloaded() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = int8moe_compile.quantize_(hf_models.build_model("qwen3_moe"))
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    for layer in int8moe_compile.explain(model):
+        assert layer.scheme == "w8a8" and not layer.accepted and layer.backend is None
+        assert "its weights are offloaded or not loaded" in str(layer.reason)
+
+
+@pytest.mark.parametrize("model", [None, "mixtral", 5])
+def test_explain_wants_a_module(model: Any) -> None:
+    with pytest.raises(TypeError, match=r"model: wanted a torch\.nn\.Module, got "):
+        int8moe_compile.explain(model)
+
+
 def test_explain_shows_a_named_backend_that_refuses() -> None:
     experts = quantised()
     with int8moe_compile.enabled("triton"):

@@ -70,13 +70,11 @@ def measure(
     """
     from tqdm.auto import tqdm
 
-    one_input = isinstance(calibration, (Tensor, str, bytes, Mapping))
-    if one_input or not isinstance(calibration, Iterable):
-        raise ValueError(f"calibration: wanted {WANTED}, got {type(calibration).__name__}")
     ranges = {name: Range() for name in modules}
     count = 0
+    bar = tqdm(check_calibration(calibration), desc="calibrating", unit="input")
     with _observed(model, modules, ranges), torch.no_grad():
-        for inputs in tqdm(calibration, desc="calibrating", unit="input"):
+        for inputs in bar:
             _run(model, inputs)
             count += 1
     if count == 0:
@@ -84,8 +82,39 @@ def measure(
     return ranges
 
 
+def check_calibration(calibration: Any) -> Iterable[Any]:
+    """Return the inputs of a calibration: of an iterable, or of a dataset with length and items.
+
+    Raises ValueError for anything else, and for an empty list.
+    """
+    kind = type(calibration)
+    if isinstance(calibration, (Tensor, str, bytes, Mapping)):
+        raise ValueError(f"calibration: wanted {WANTED}, got {kind.__name__}")
+    if isinstance(calibration, (list, tuple)) and not calibration:
+        raise ValueError(f"calibration: wanted {WANTED}, got an empty one")
+    if isinstance(calibration, Iterable):
+        return calibration
+    if not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
+        raise ValueError(f"calibration: wanted {WANTED}, got {kind.__name__}")
+    return (calibration[index] for index in range(len(calibration)))
+
+
+def _has_no_tensor(value: object) -> bool:
+    """Say whether a value is made of numbers and texts alone, as token ids in lists are."""
+    if isinstance(value, Mapping):
+        return all(_has_no_tensor(one) for one in value.values())
+    if isinstance(value, (tuple, list)):
+        return all(_has_no_tensor(one) for one in value)
+    return value is None or isinstance(value, (int, float, str, bytes))
+
+
 def _run(model: nn.Module, inputs: object) -> None:
     """Call the model with one calibration input."""
+    if isinstance(inputs, (Mapping, tuple, list)) and _has_no_tensor(inputs):
+        raise ValueError(
+            f"calibration: wanted {WANTED}, got an item {type(inputs).__name__} without a tensor; "
+            "torch.tensor([ids]) makes one of token ids"
+        )
     if isinstance(inputs, Tensor):
         model(inputs)
     elif isinstance(inputs, Mapping):
