@@ -373,9 +373,8 @@ def loader_placement(job: Any) -> tuple[torch.device | str | None, torch.dtype |
     if code is None or cells is None:
         return None
     held = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
-    if not {"device", "dtype"} <= set(held) or held.get("sharding_op") is not None:
-        return None
-    return held["device"], held["dtype"]
+    is_known = {"device", "dtype"} <= set(held) and held.get("sharding_op") is None
+    return (held["device"], held["dtype"]) if is_known else None
 
 
 def require_transformers() -> None:
