@@ -61,7 +61,10 @@ def test_the_command_says_it_in_one_line(
     command: list[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
+    source = tmp_path / "float"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
     target = [str(tmp_path / "int8")] if command[0] == "quantize" else []
-    assert cli.main([*command, str(tmp_path), *target]) == 1
+    assert cli.main([*command, str(source), *target]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("int8moe: transformers: wanted 5.10 or newer, got none")
