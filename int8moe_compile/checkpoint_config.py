@@ -113,7 +113,7 @@ def concerns_us(keys: CheckpointKeys) -> bool:
     """Say whether keys are 8-bit integers without groups; a malformed entry counts as one."""
     weight = keys.weight_key
     if weight is None:
-        return keys.reason is not None and "num_bits" in keys.reason
+        return keys.malformed
     return weight.bits == 8 and weight.granularity in ("tensor", "channel")
 
 

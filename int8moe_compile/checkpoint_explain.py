@@ -32,7 +32,8 @@ def explain_directory(
     """Explain every block of routed experts of a checkpoint, without loading any weight.
 
     INT8 blocks by the scheme that they have; float ones as if they were quantised with ``scheme``.
-    bytes_before: at the model's dtype. Raises CheckpointError for files that cannot be read.
+    bytes_before: at the model's dtype. Raises CheckpointError for files that cannot be read,
+    ValueError for a device that is none.
     """
     directory = Path(path)
     config = read_json(directory / "config.json")
@@ -47,11 +48,19 @@ def explain_directory(
         name = parse_name(key)
         if name is not None and not is_dense(name, entries):
             blocks.setdefault(name.block, {})[key] = (name, entry)
-    facts = device if isinstance(device, DeviceFacts) else DeviceFacts.of(device)
+    facts = _facts(device)
     return Explanation(
         _layer(block, tensors, config, found, parse_scheme(scheme), facts)
         for block, tensors in blocks.items()
     )
+
+
+def _facts(device: str | torch.device | DeviceFacts | None) -> DeviceFacts:
+    """Return the facts of a device; raises ValueError for a word that names none."""
+    try:
+        return device if isinstance(device, DeviceFacts) else DeviceFacts.of(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: wanted one of torch, got {device!r}: {error}") from error
 
 
 def _layer(

@@ -15,11 +15,13 @@ class CheckpointKeys:
 
     A key is None where the entry is absent or says something that no key can express (floating
     point codes, say); ``reason`` then tells. Asymmetric, grouped or 4-bit entries are expressed.
+    malformed: what it says has a type that it cannot have in its format.
     """
 
     weight_key: QuantKey | None
     activation_key: QuantKey | None
     reason: str | None
+    malformed: bool = False
 
     @property
     def scheme(self) -> Scheme | None:
@@ -31,6 +33,10 @@ class CheckpointKeys:
 
 class _Unreadable(Exception):
     """Carry the reason why an entry has no key; never leaves this file."""
+
+    def __init__(self, reason: str, malformed: bool = False) -> None:
+        super().__init__(reason)
+        self.malformed = malformed
 
 
 # (name of the entry, its value, whether it describes activations) -> key
@@ -67,7 +73,7 @@ def _read(
         weight_key = None if weight[1] is None else reader(*weight, False)
         activation_key = None if activation[1] is None else reader(*activation, True)
     except _Unreadable as reason:
-        return CheckpointKeys(None, None, str(reason))
+        return CheckpointKeys(None, None, str(reason), reason.malformed)
     return CheckpointKeys(weight_key, activation_key, pair_refusal(weight_key, activation_key))
 
 
@@ -85,7 +91,8 @@ def _compressed_tensors_key(name: str, value: object, is_activation: bool) -> Qu
     entry = _fields(name, value)
     kind = entry.get("type", "int")
     if kind != "int":
-        raise _Unreadable(f"{name}: type: wanted 'int', got {kind!r}")
+        reason = f"{name}: type: wanted 'int', got {kind!r}"
+        raise _Unreadable(reason, not isinstance(kind, str))
     group_size = entry.get("group_size")
     if group_size is not None:
         group_size = _integer(name, "group_size", group_size)
@@ -106,13 +113,15 @@ def _quark_key(name: str, value: object, is_activation: bool) -> QuantKey:
     """Read one tensor entry of an AMD Quark configuration."""
     entry = _fields(name, value)
     if entry.get("dtype") != "int8":
-        raise _Unreadable(f"{name}: dtype: wanted 'int8', got {entry.get('dtype')!r}")
+        reason = f"{name}: dtype: wanted 'int8', got {entry.get('dtype')!r}"
+        raise _Unreadable(reason, not isinstance(entry.get("dtype"), (str, type(None))))
     words = _ACTIVATION_QSCHEMES if is_activation else _WEIGHT_QSCHEMES
     qscheme = _word(name, "qscheme", entry.get("qscheme"), tuple(words))
     axis = entry.get("ch_axis")
     # On activations the exporters write 0 or 1 for the same thing, on weights 0 is the output row.
     if qscheme == "per_channel" and not is_activation and axis not in (None, 0):
-        raise _Unreadable(f"{name}: ch_axis: wanted 0 (one scale per output row), got {axis!r}")
+        reason = f"{name}: ch_axis: wanted 0 (one scale per output row), got {axis!r}"
+        raise _Unreadable(reason, not isinstance(axis, int))
     dynamic, symmetric = entry.get("is_dynamic"), entry.get("symmetric")
     return QuantKey(
         words[qscheme],
@@ -124,7 +133,7 @@ def _quark_key(name: str, value: object, is_activation: bool) -> QuantKey:
 def _fields(name: str, value: object) -> Mapping[Any, Any]:
     """Return an entry as a mapping."""
     if not isinstance(value, Mapping):
-        raise _Unreadable(f"{name}: wanted a mapping of fields, got {value!r}")
+        raise _Unreadable(f"{name}: wanted a mapping of fields, got {value!r}", True)
     return value
 
 
@@ -132,14 +141,15 @@ def _integer(name: str, field: str, value: object) -> int:
     """Return an integer field; a string of digits is as wrong as any other string."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    raise _Unreadable(f"{name}: {field}: wanted an integer, got {value!r}")
+    raise _Unreadable(f"{name}: {field}: wanted an integer, got {value!r}", True)
 
 
 def _boolean(name: str, field: str, value: object) -> bool:
     """Return a boolean field."""
     if isinstance(value, bool):
         return value
-    raise _Unreadable(f"{name}: {field}: wanted true or false, got {value!r}")
+    # The newer formats have a third word.
+    raise _Unreadable(f"{name}: {field}: wanted true or false, got {value!r}", value != "local")
 
 
 def _word(name: str, field: str, value: object, allowed: tuple[str, ...]) -> str:
@@ -147,4 +157,5 @@ def _word(name: str, field: str, value: object, allowed: tuple[str, ...]) -> str
     if isinstance(value, str) and value.lower() in allowed:
         return value.lower()
     wanted = ", ".join(repr(word) for word in allowed)
-    raise _Unreadable(f"{name}: {field}: wanted one of {wanted}, got {value!r}")
+    reason = f"{name}: {field}: wanted one of {wanted}, got {value!r}"
+    raise _Unreadable(reason, not isinstance(value, (str, type(None))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from int8moe_compile.checkpoint_config import read_config
 from int8moe_compile.checkpoint_explain import explain_directory
 from int8moe_compile.checkpoint_torchao import tensor_keys
 from int8moe_compile.errors import CheckpointError
+from int8moe_compile.hf.checkpoint_entries import claims
 
 LIST, MAPPING = "a list of strings", "a mapping"
 
@@ -94,6 +96,72 @@ def test_entries_of_wrong_types_are_named(
         explain_directory(directory, device="cpu")
     with pytest.raises(CheckpointError, match=message):
         load(directory, wrong)
+
+
+def changed(config: dict[str, Any], entry: str, field: str, value: Any) -> dict[str, Any]:
+    """Return a configuration with another value inside one entry for weights or inputs."""
+    whole = copy.deepcopy(config)
+    outer = (
+        whole["global_quant_config"] if "exclude" in whole else whole["config_groups"]["group_0"]
+    )
+    if field:
+        outer[entry][field] = value
+    else:
+        outer[entry] = value
+    return whole
+
+
+# format, entry, its field, the value of the field, or of the entry where it is ""
+INNER: list[tuple[str, str, str, Any]] = [
+    ("compressed", "weights", "", 5),
+    ("compressed", "weights", "strategy", ["channel"]),
+    ("compressed", "weights", "group_size", [1]),
+    ("compressed", "weights", "type", ["int"]),
+    ("compressed", "weights", "num_bits", [8]),
+    ("compressed", "weights", "symmetric", 1),
+    ("compressed", "input_activations", "dynamic", "no"),
+    ("quark", "weight", "", 5),
+    ("quark", "weight", "", [{}, {}]),
+    ("quark", "weight", "qscheme", 5),
+    ("quark", "weight", "ch_axis", "0"),
+    ("quark", "weight", "symmetric", 0),
+    ("quark", "input_tensors", "is_dynamic", "no"),
+]
+
+
+@pytest.mark.parametrize(("format", "entry", "field", "value"), INNER)
+def test_fields_of_wrong_types_are_named(
+    checkpoints: dict[str, Written],
+    tmp_path: Path,
+    format: str,
+    entry: str,
+    field: str,
+    value: Any,
+) -> None:
+    good = checkpoints[format]
+    wrong = replace(good, config=changed(good.config, entry, field, value))
+    directory = wrong.save(tmp_path)
+    message = f"{entry}: {field}: wanted" if field else f"{entry}: wanted a mapping"
+    for layer in explain_directory(directory, device="cpu"):
+        assert not layer.accepted and message in str(layer.reason)
+    with pytest.raises(CheckpointError, match=f"experts: quantization_config: {message}"):
+        load(directory, wrong)
+
+
+@pytest.mark.parametrize(
+    ("format", "entry", "field", "value"),
+    [
+        ("compressed", "weights", "type", "float"),
+        ("compressed", "weights", "strategy", "block"),
+        ("compressed", "input_activations", "dynamic", "local"),
+        ("quark", "weight", "dtype", "fp8_e4m3"),
+        ("quark", "weight", "qscheme", "per_group"),
+    ],
+)
+def test_words_of_other_schemes_are_transformers_business(
+    checkpoints: dict[str, Written], format: str, entry: str, field: str, value: str
+) -> None:
+    assert not claims(changed(checkpoints[format].config, entry, field, value))
 
 
 def test_malformed_entries_beside_float_experts_are_transformers_business(tmp_path: Path) -> None:

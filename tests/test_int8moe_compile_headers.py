@@ -114,5 +114,10 @@ def test_the_class_may_be_ignored(good: Written, tmp_path: Path) -> None:
         assert "leaves it unquantised" in str(layer.reason)
 
 
+def test_a_device_that_is_none_is_named(good: Written, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^device: wanted one of torch, got 'nope'"):
+        explain_directory(good.save(tmp_path), device="nope")
+
+
 def test_classes_of_experts_end_alike() -> None:
     assert all(kind.name.endswith("Experts") for kind in hf_models.experts_classes())
