@@ -23,9 +23,10 @@ def enable(backend: str = "auto") -> None:
     """Let torch.compile turn every accepted experts call into one int8moe.experts.
 
     backend: "auto", or the name of the one that must run them; one that cannot is a ValueError
-    from the compilation. A pass that stands in torch._inductor.config.joint_custom_pre_pass keeps
-    running, before ours. What was compiled earlier is forgotten (torch.compiler.reset).
-    torch.compile is lazy: call this before the first call of the compiled model.
+    from the compilation, or from the eager call of a layer on another device. A pass that stands
+    in torch._inductor.config.joint_custom_pre_pass keeps running, before ours. What was compiled
+    earlier is forgotten (torch.compiler.reset). torch.compile is lazy: call this before the first
+    call of the compiled model.
     """
     _check_backend(backend)
     _register_with_transformers()

@@ -116,6 +116,21 @@ def test_a_refused_device_runs_transformers_code(
     assert asked == [torch.device("cpu")]
 
 
+def test_a_named_backend_is_honoured_in_eager_calls_too() -> None:
+    experts, inputs = quantize_(experts_module()), hf_models.routed()
+    plain = experts_module()
+    with int8moe_compile.enabled("triton"):
+        with pytest.raises(ValueError, match=r"backend: 'triton' cannot run.*got 'cpu'.*'auto'"):
+            experts(*inputs)
+        plain(*inputs)  # not quantised, so nobody's
+        with int8moe_compile.enabled("cpu"):
+            assert names_called(experts, *inputs) == ["experts"]
+        inputs[0].requires_grad_()
+        assert names_called(experts, *inputs) == ["dequantize"] * 2
+    inputs[0].requires_grad_(False)
+    assert names_called(experts, *inputs) == ["experts"]
+
+
 @pytest.mark.parametrize("wide", ["hidden_states", "weights", "both"])
 def test_float64_runs_transformers_code(wide: str) -> None:
     experts = quantize_(experts_module(dtype=torch.float32))

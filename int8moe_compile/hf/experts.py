@@ -60,7 +60,8 @@ def experts_forward(
 
     The operator runs in eager mode when no gradient is wanted, that of humming where enable() asked
     for it. While compiling, the graph pass decides; a gradient needs float weights; an unquantised
-    module has no codes.
+    module has no codes. Raises ValueError where enable() named a backend that does not run on the
+    device.
     """
     if not torch.compiler.is_compiling():
         arguments = _eager_arguments(self, hidden_states, top_k_weights)
@@ -84,6 +85,7 @@ def _eager_arguments(
         return None
     if hidden_states.dtype not in FLOATS or top_k_weights.dtype not in FLOATS:
         return None
+    _want_honoured(passes.asked_backend(), hidden_states.device)
     if hidden_states.device.type not in registry.KERNELS or not _runs_on(hidden_states.device):
         return None
     try:
@@ -93,14 +95,28 @@ def _eager_arguments(
 
 
 @functools.cache
+def _want_honoured(backend: str, device: torch.device) -> None:
+    """Refuse a device that a named backend is not for; one with its own operator does so itself."""
+    if backend != passes.AUTO and operator_of(backend) is operator_of(passes.AUTO):
+        _select(device, backend)
+
+
+@functools.cache
 def _runs_on(device: torch.device) -> bool:
-    """Ask the oracle, once a device, whether it has a backend; problems do not matter to that."""
-    smallest = MoeProblem(num_experts=1, top_k=1, hidden_size=1, intermediate_size=1)
+    """Ask the oracle, once a device, whether it has a backend."""
     try:
-        select_int8_moe_backend(smallest, INT8_STATIC_CHANNEL, INT8_DYNAMIC_TOKEN, device=device)
+        _select(device, passes.AUTO)
     except NotImplementedError:
         return False
     return True
+
+
+def _select(device: torch.device, backend: str) -> None:
+    """Let the oracle choose for a device; problems do not matter to that."""
+    smallest = MoeProblem(num_experts=1, top_k=1, hidden_size=1, intermediate_size=1)
+    select_int8_moe_backend(
+        smallest, INT8_STATIC_CHANNEL, INT8_DYNAMIC_TOKEN, backend, device=device
+    )
 
 
 @functools.cache
