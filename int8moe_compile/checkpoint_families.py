@@ -33,7 +33,6 @@ _OWN_CODE: Final = "they do not use transformers' experts interface (use_experts
 _OTHER_GATE: Final = "their gate is none of the operator's"
 # model_type -> why quantize_ leaves such experts in floating point.
 UNSUPPORTED: Final[dict[str, str]] = {
-    "aria": _OWN_CODE,
     "dbrx": _OWN_CODE,
     "jetmoe": _OWN_CODE,
     "llama4": _OWN_CODE,

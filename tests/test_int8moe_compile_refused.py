@@ -60,6 +60,12 @@ def test_families_that_run_are_not_refused(family: str) -> None:
     assert family_refusal({"model_type": "outer", "text_config": config}) is None
 
 
+def test_every_class_is_refused_where_quantize_refuses_it() -> None:
+    for kind in hf_models.experts_classes():
+        refusal = family_refusal(kind.config_cls().to_dict())
+        assert (refusal is not None) == (kind.name in hf_models.REFUSALS), kind.name
+
+
 def test_the_part_of_a_model_that_handles_text_decides() -> None:
     for family in UNSUPPORTED:
         for part in (f"{family}_text", family):
