@@ -71,21 +71,19 @@ def plan(
 ) -> GraphPlan:
     """Put the routing of T*K contributions into the graph; one launch, or two beyond ONE_LAUNCH.
 
-    is_wanted: 1, or an expression that is 0 where nothing is to be launched; empty: makes buffers;
-    is_early: launch before what is ahead has ended, see dependent_launch.py.
+    is_wanted: 0 where nothing is launched; empty: makes buffers; is_early: dependent_launch.py.
     """
     device = topk_ids.get_device()
     tokens, top_k = topk_ids.get_size()
     contributions = tokens * top_k
     ids = ir.ExternKernel.require_contiguous(topk_ids)
+    rows = 1 + CeilDiv(contributions, block_m) + num_experts
     known, map_size = None, 0
     if expert_map is not None:
         known = ir.ExternKernel.require_contiguous(expert_map)
         map_size = expert_map.get_size()[0]
-
-    bound = CeilDiv(contributions, block_m) + num_experts
     buffer = functools.partial(empty or functools.partial(_empty, device), dtype=torch.int32)
-    order, local, tile_list = buffer(contributions), buffer(contributions), buffer(1 + bound, 3)
+    order, local, tile_list = buffer(contributions), buffer(contributions), buffer(rows, 3)
     inverse = buffer(contributions) if is_inverse_wanted else None
     source = {
         "local_ptr": local,
@@ -117,7 +115,7 @@ def plan(
         counts = buffer(most_chunks(num_experts), sizes["BINS"])
         between = {"counts_ptr": counts, "ranks_ptr": buffer(contributions)}
         _launch("count_kernel", programs, {**source, **between}, sizes, is_early)
-        placed |= between | {"local_ptr": local, "num_contributions": contributions}
+        placed |= {**between, "local_ptr": local, "num_contributions": contributions}
         _launch("scatter_kernel", programs, placed, sizes, is_early)
     return GraphPlan(order, local, tile_list, inverse)
 

@@ -1,9 +1,8 @@
 """Which sequence of kernels computes a layer, as plain data; host only, needs no GPU.
 
 "apart": quantise, product, quantise, product, sum, by pointers, tiles from tiles.TABLE; everywhere.
-"fused": the same steps, quantising by a given scale in the first product; with the products of
-"apart" where launches then overlap, with loads by tensor descriptor and persistent programs where
-that was measured to be faster (FUSED).
+"fused": the same, but a given scale quantises in the first product; as "apart" where that lets
+launches overlap, with loads by descriptor and persistent programs where that was faster (FUSED).
 "decode": no routing and no sum apart; for one token, and for few of small experts.
 """
 
@@ -28,7 +27,7 @@ SPREAD_COLUMNS: Final = 8192
 WHOLE_ROW: Final = 16384
 # More contributions than this leave "decode" behind: it reads an expert once for each.
 DECODE_CONTRIBUTIONS: Final = 64
-# Words that a warp of its second product holds; codes of a small expert (sweep_decode.py, H200).
+# Words that a warp of its second product holds; codes of a small expert (sweep_decode.py).
 DECODE_WORDS: Final = 4096
 SMALL_EXPERT: Final = 16 << 20
 # Contributions are counted in 32 bits.
