@@ -47,6 +47,9 @@ class _Observer:
         self._module = module
         self._found = found
 
+    # From transformers 5.24 on only such modules have their slots without an expert zeroed.
+    _is_expert_parallel = True
+
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
         if name != ("_apply_gate" if self._module.has_gate else "act_fn"):
