@@ -222,6 +222,9 @@ def _quantize_in_memory(parsed: argparse.Namespace) -> None:
         raise ValueError("--verify: wanted a conversion file by file, got one in memory")
     if parsed.target.exists() and (not parsed.target.is_dir() or any(parsed.target.iterdir())):
         raise ValueError(f"DST: wanted a new or empty folder, got {parsed.target}")
+    is_static = parse_scheme(parsed.scheme).activation_quant == "static"
+    if is_static and parsed.calibration is None:
+        raise ValueError(f"--calibration: wanted a text with {parsed.scheme}, got none")
     tokenizer = _tokenizer(parsed.source)
     calibration = None
     if parsed.calibration is not None:

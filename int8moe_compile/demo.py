@@ -182,8 +182,8 @@ def missing_for_compiling(device: str) -> str | None:
 def table_heading() -> str:
     """Return the heading of the scores' table."""
     return (
-        f"{'model':<12} {'mode':<9} {'perplexity':>10} {'vs bf16':>9} {'us/token':>9} "
-        f"{'tokens/s':>9} {'vs bf16':>8}"
+        f"{'model':<12} {'mode':<9} {'perplexity':>10} {'change':>9} {'us/token':>9} "
+        f"{'tokens/s':>9} {'speed':>8}"
     )
 
 
@@ -282,7 +282,8 @@ def run(options: Options) -> None:
     print(f"\n{'bytes':<25} {'bf16':>10} {'int8':>10}\n" + "\n".join(sizes))
     for table in tables:
         print(f"\n{table}")
-    print(f"\nContinuations of\n{indented(PROMPT)}")
+    print("\nchange: from bf16 eager; speed: beside bf16 in the same mode, in large batches")
+    print(f"\nContinuations, sampled from one seed, one token at a time, of\n{indented(PROMPT)}")
     for written in continuations:
         print(f"{written.scheme}, eager, {1e3 * written.seconds_per_token:.1f} ms/token")
         print(indented(written.text))
