@@ -135,13 +135,7 @@ def test_faults_of_the_user_are_one_line(
     cases = {
         "DST: wanted a new or empty folder": ["quantize", source, str(tmp_path)],
         "--calibration: ": ["quantize", source, str(tmp_path / "a"), "--calibration", text],
-        "--calibration: wanted": [
-            "quantize",
-            source,
-            str(tmp_path / "b"),
-            "--scheme",
-            "w8a8_static",
-        ],
+        "--calibration: wanted": ["quantize", source, str(tmp_path / "b"), *static],
         "windows: wanted": ["demo", "--windows", "9999", "--device", "cpu"],
     }
     for message, arguments in cases.items():
