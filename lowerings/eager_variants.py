@@ -15,6 +15,11 @@ from . import eager, routing, tiles, variant_layers, variants
 FEW_MULTIPROCESSORS = 16
 
 
+def has_assembly(device: torch.device) -> bool:
+    """Say whether kernels are compiled for a device: Triton's interpreter knows no assembly."""
+    return device.type == "cuda"
+
+
 class EagerHost:
     """Make tensors and launch kernels on the current device."""
 
@@ -23,7 +28,8 @@ class EagerHost:
         self.dtype = call.result_dtype
         self.device = call.hidden_states.device
         facts = eager.facts_of(self.device)
-        self.is_early = variants.starts_early(call.topk_ids.numel(), facts)
+        is_few = variants.starts_early(call.topk_ids.numel(), facts)
+        self.is_early = is_few and has_assembly(self.device)
         self.is_first = True
 
     def size(self, x: Tensor) -> list[int]:
@@ -83,10 +89,10 @@ class EagerHost:
         return eager.facts_of(self.device).multiprocessors or FEW_MULTIPROCESSORS
 
     def code_arithmetic(self, x: Tensor) -> dict[str, bool]:
-        """Say what the device has for codes beside x; Triton's interpreter has no assembly."""
-        facts, is_cuda = eager.facts_of(self.device), self.device.type == "cuda"
+        """Say what the device has for codes beside x."""
+        facts = eager.facts_of(self.device)
         return {
-            "DOT4": is_cuda and not tiles.is_rocm(facts),
+            "DOT4": has_assembly(self.device) and not tiles.is_rocm(facts),
             "PACKED": tiles.packs_codes(facts, x.element_size()),
         }
 

@@ -19,6 +19,7 @@ from int8moe_compile.lowerings import (
     decode_kernels,
     eager,
     eager_kernels,
+    eager_variants,
     fused_kernels,
     quantizing,
     routing_kernels,
@@ -94,7 +95,7 @@ def _recording(facts: DeviceFacts) -> Iterator[list[Launch]]:
     log: list[Launch] = []
     eager._layer_variant.cache_clear()
     with mock.patch.object(eager, "facts_of", lambda device: facts):
-        patches = []
+        patches = [mock.patch.object(eager_variants, "has_assembly", lambda device: True)]
         modules = (eager_kernels, routing_kernels, fused_kernels, decode_kernels, quantizing)
         for module in modules:
             for name in dir(module):
