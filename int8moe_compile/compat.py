@@ -304,8 +304,7 @@ def _early_launch() -> Any:
 
             def define_early(name: str, body: str, *args: Any, **options: Any) -> None:
                 # Where a later torch writes this otherwise, the kernel just comes in turn.
-                begin = "triton_meta={"
-                body = body.replace(begin, f"{begin}'launch_pdl': True, ", 1)
+                body = body.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1)
                 define(name, body, *args, **options)
 
             wrapper.define_kernel = define_early
