@@ -8,7 +8,6 @@ products fetch while they wait (AHEAD_LINES of variants.py).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -28,12 +27,9 @@ LINES = (0, 2, 4, 8)
 
 def setting(lines: int | None) -> AbstractContextManager[object]:
     """Return the context of one contestant: lines that are fetched ahead, None in turn."""
-    stack = contextlib.ExitStack()
     if lines is None:
-        stack.enter_context(variants.in_turn())
-    else:
-        stack.enter_context(mock.patch.object(variants, "AHEAD_LINES", lines))
-    return stack
+        return variants.in_turn()
+    return mock.patch.object(variants, "AHEAD_LINES", lines)
 
 
 def main() -> None:

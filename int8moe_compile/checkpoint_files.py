@@ -243,3 +243,13 @@ class TensorReader:
         except SafetensorError as error:
             raise CheckpointError(f"{path}: {key}: cannot be read: {error}") from None
         return tensor
+
+
+def nesting(one: Path, other: Path) -> str | None:
+    """Say how a folder lies to another, through links: "at", "in" or "around" it, or None."""
+    inner, outer = one.resolve(), other.resolve()
+    if inner == outer or (one.exists() and other.exists() and one.samefile(other)):
+        return "at"
+    if outer in inner.parents:
+        return "in"
+    return "around" if inner in outer.parents else None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .cli_source import load_model, want_apart, want_float, want_some_left, want_source
 from .compat import require_transformers
+from .device import unusable
 from .ops.schema import ACTIVATION_QUANTS
 from .schemes import parse_scheme, scheme_names
 
@@ -175,10 +176,13 @@ def _explain(parsed: argparse.Namespace) -> None:
     ids = torch.arange(16, device=parsed.device).remainder(vocabulary).unsqueeze(0)
     if not is_quantised:
         # What static scales are worth does not matter here, only that there are some.
-        is_static = parse_scheme(parsed.scheme).activation_quant == "static"
-        calibration = [ids] if is_static else None
+        calibration = [ids] if _is_static(parsed) else None
         quantize_(model, parsed.scheme, skip=parsed.skip, calibration=calibration)
     print(explain(model, input_ids=ids, use_cache=False))
+
+
+def _is_static(parsed: argparse.Namespace) -> bool:
+    return parse_scheme(parsed.scheme).activation_quant == "static"
 
 
 def _want_no_skip(parsed: argparse.Namespace, *, is_quantised: bool) -> None:
@@ -193,9 +197,8 @@ def _quantize(parsed: argparse.Namespace) -> None:
     _want_usable(parsed.device)
     want_float(parsed.source, is_quantised=want_source(parsed.source))
     want_apart(parsed.source, parsed.target)
-    is_static = parse_scheme(parsed.scheme).activation_quant == "static"
     is_local = Path(parsed.source).is_dir()
-    if is_static or parsed.in_memory or parsed.calibration is not None or not is_local:
+    if _is_static(parsed) or parsed.in_memory or parsed.calibration is not None or not is_local:
         _quantize_in_memory(parsed)
         return
     from .checkpoint_explain import explain_directory
@@ -222,8 +225,7 @@ def _quantize_in_memory(parsed: argparse.Namespace) -> None:
         raise ValueError("--verify: wanted a conversion file by file, got one in memory")
     if parsed.target.exists() and (not parsed.target.is_dir() or any(parsed.target.iterdir())):
         raise ValueError(f"DST: wanted a new or empty folder, got {parsed.target}")
-    is_static = parse_scheme(parsed.scheme).activation_quant == "static"
-    if is_static and parsed.calibration is None:
+    if _is_static(parsed) and parsed.calibration is None:
         raise ValueError(f"--calibration: wanted a text with {parsed.scheme}, got none")
     tokenizer = _tokenizer(parsed.source)
     calibration = None
@@ -276,11 +278,9 @@ def _default_device() -> str:
 
 def _want_usable(device: str) -> None:
     """Refuse a device that this machine or this torch cannot compute on."""
-    try:
-        torch.ones(1, device=device).item()
-    except (AssertionError, RuntimeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"--device: {device} cannot be used here: {reason}") from error
+    reason = unusable(device)
+    if reason is not None:
+        raise ValueError(f"--device: {device} cannot be used here: {reason}")
 
 
 def _device(text: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from .checkpoint_files import read_header, read_json
+from .checkpoint_files import nesting, read_header, read_json
 from .compat import require_transformers
 from .errors import CheckpointError
 from .skip import matching_pattern
@@ -44,10 +44,7 @@ def want_float(source: str, *, is_quantised: bool) -> None:
 
 def want_apart(source: str, target: Path) -> None:
     """Refuse to write into the source's folder, or to write around it."""
-    if not Path(source).is_dir():
-        return
-    outer, inner = Path(source).resolve(), target.resolve()
-    if outer in (inner, *inner.parents) or inner in outer.parents:
+    if Path(source).is_dir() and nesting(target, Path(source)) is not None:
         raise ValueError(f"DST: wanted a folder apart from SRC, got {target} for {source}")
 
 

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from .checkpoint_fields import patterns
-from .checkpoint_files import DTYPES, INDEX, read_header, read_json, read_tensor
+from .checkpoint_files import DTYPES, INDEX, nesting, read_header, read_json, read_tensor
 from .checkpoint_names import place
 from .checkpoint_pack import pack_codes
 from .convert_plan import Conversion, Step, plan_conversion
+from .device import unusable
 from .errors import CheckpointError
 from .ops.quantize import quantize_weight
 from .passes.layouts import Which, from_hf_layout, interleave, to_hf_layout
@@ -60,14 +61,16 @@ def convert_checkpoint(
             f'scheme: "{wanted.name}" needs calibration; load the model, then '
             "int8moe_compile.quantize_(model, ..., calibration=...) and save_pretrained"
         )
-    left_out, device = patterns("skip", skip), _usable(device)
+    left_out, reason = patterns("skip", skip), unusable(device)
+    if reason is not None:
+        raise ValueError(f"device: wanted one to compute on, got {device!r}: {reason}")
     _refuse_nested(source, target)
     conversion = plan_conversion(source, wanted, left_out)
     _begin(conversion, target, left_out)
     with _bar(conversion, progress, "converting") as bar:
         for file, steps in conversion.shards.items():
             if not _is_done(target / file, steps):
-                _write_shard(conversion, target / file, steps, device, bar)
+                _write_shard(conversion, target / file, steps, torch.device(device), bar)
             else:
                 bar.update(sum(step.entry.size for step in steps))
     _finish(conversion, target)
@@ -76,24 +79,13 @@ def convert_checkpoint(
     return target
 
 
-def _usable(device: str | torch.device) -> torch.device:
-    """Return a device that this torch can compute on here; raises ValueError for any other."""
-    try:
-        torch.ones(1, device=device).item()
-        return torch.device(device)
-    except (AssertionError, RuntimeError, TypeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"device: wanted one to compute on, got {device!r}: {reason}") from error
-
-
 def _refuse_nested(source: Path, target: Path) -> None:
     """Refuse a target in the source, which would grow by it, or one that holds the source."""
-    inner, outer = target.resolve(), source.resolve()
-    if inner == outer or (target.exists() and source.exists() and target.samefile(source)):
+    word = nesting(target, source)
+    if word == "at":
         raise ValueError(f"DST: wanted another folder than SRC, got {target}")
-    for one, other, word in ((inner, outer, "in"), (outer, inner, "around")):
-        if other in one.parents:
-            raise ValueError(f"DST: wanted a folder beside SRC, got {target}, {word} {source}")
+    if word is not None:
+        raise ValueError(f"DST: wanted a folder beside SRC, got {target}, {word} {source}")
 
 
 def _begin(conversion: Conversion, target: Path, skip: Sequence[str]) -> None:

@@ -27,6 +27,15 @@ def read_facts(device: torch.device | str | None = None) -> DeviceFacts:
     return _cuda_facts(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def unusable(device: torch.device | str) -> str | None:
+    """Say why this torch cannot compute on a device here, None if it can."""
+    try:
+        torch.ones(1, device=device).item()
+    except (AssertionError, RuntimeError, TypeError) as error:
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    return None
+
+
 def total_memory(device: torch.device | str) -> int:
     """Return the bytes of a device's memory; 2**47, more than any address, where nothing tells."""
     device = torch.device(device)
