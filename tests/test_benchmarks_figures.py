@@ -1,0 +1,61 @@
+"""Figures of the README and docs/performance.md, against the raw results they were taken from."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PERFORMANCE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+ROWS: list[dict[str, Any]] = json.loads(
+    (ROOT / "benchmarks" / "results" / "h200.json").read_text(encoding="utf-8")
+)["rows"]
+CONTESTANTS = ("int8", "int8 eager", "static", "w8a16", "hf bf16")
+
+
+def of(shape: str, tokens: int) -> dict[str, Any]:
+    return next(row for row in ROWS if (row["shape"], row["tokens"]) == (shape, tokens))
+
+
+def rounded(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
+def test_the_table_is_that_of_the_results() -> None:
+    """Rows in any order, every one of them, each figure rounded from its result."""
+    written = re.findall(r"^\| (\S+, \d+ \|.*\|)$", PERFORMANCE, re.M)
+    expected = []
+    for row in ROWS:
+        cells = [f"{row['shape']}, {row['tokens']}", rounded(row["floor"]), rounded(row["target"])]
+        cells += [rounded(row.get(name)) for name in CONTESTANTS]
+        cells.append(f"{row['hf bf16'] / row['int8']:.2f}")
+        humming = row.get("humming")
+        cells += [rounded(humming), "-" if humming is None else f"{humming / row['int8']:.2f}"]
+        expected.append(" | ".join(cells) + " |")
+    assert sorted(written) == sorted(expected)
+
+
+def test_what_is_said_of_the_table() -> None:
+    gains = [row["hf bf16"] / row["int8"] for row in ROWS]
+    assert f"w8a8 is {min(gains):.2f} to {max(gains):.2f} times as fast as HF bf16" in PERFORMANCE
+    few = [r["hf bf16"] / r["w8a16"] for r in ROWS if "w8a16" in r and r["tokens"] <= 64]
+    assert f"w8a16 is {min(few):.1f} to {max(few):.1f} times as fast up to 64" in PERFORMANCE
+    met = {(r["shape"], r["tokens"]) for r in ROWS if r["target"] and r["int8"] <= r["target"]}
+    assert met == {("qwen1.5-moe-a2.7b", 1), ("mixtral-8x7b", 16)}
+    assert "Targets met or beaten: Qwen1.5 1 (19.5), Mixtral 16 " in PERFORMANCE
+
+
+def test_what_the_readme_says() -> None:
+    row, gains = of("qwen3-30b-a3b", 64), [r["hf bf16"] / r["int8"] for r in ROWS]
+    assert f"takes {row['int8']:.0f} us for 64 tokens" in README
+    assert f"takes {row['hf bf16']:.0f} us in bfloat16" in README
+    said = (
+        f"[all {len(ROWS)} rows](docs/performance.md): {min(gains):.1f} to {max(gains):.1f} times"
+    )
+    assert said in README
+    qwen, mixtral = of("qwen3-30b-a3b", 4096), of("mixtral-8x7b", 4096)
+    assert f"{qwen['hf bf16'] / qwen['w8a16']:.1f} times as fast as bfloat16 (Qwen3)" in README
+    assert f"{mixtral['w8a16'] / mixtral['hf bf16']:.1f} times as slow (Mixtral)" in README
