@@ -156,6 +156,30 @@ def test_kernels_of_few_tokens_start_before_those_ahead_end(
             assert "prefetch.global.L2" in ahead
 
 
+def test_decode_waits_first_for_what_is_new_and_with_nothing_to_do() -> None:
+    """What the graph computes (not IS_OLD) is read after the wait; a dead contribution waits."""
+    T, variant, _ = EARLY["decode"]
+    with variants.forced(variant):
+        launches = offline.record(call(T), "sm_90")
+    waits = {}
+    for launch in launches:
+        name = launch.kernel.__name__
+        if name.startswith("decode"):
+            old = offline.assembly(offline.compile_launch(launch, "sm_90"))
+            waits[name] = old.count("griddepcontrol.wait")
+            new = replace(launch, arguments={**launch.arguments, "IS_OLD": False})
+            text = offline.assembly(offline.compile_launch(new, "sm_90"))
+            assert "ld.global" not in text[: text.index("griddepcontrol.wait")], name
+    assert waits == {"decode_up_kernel": 2, "decode_down_kernel": 1}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_kernels_start_early_up_to_8192_contributions(arch: str) -> None:
+    is_able = arch in ("sm_90", "sm_100")
+    found = [variants.starts_early(count, offline.facts_of(arch)) for count in (1, 8192, 8193)]
+    assert found == [is_able, is_able, False]
+
+
 def test_many_tokens_launch_in_turn() -> None:
     launches = offline.record(call(8192), "sm_90")
     assert not any(launch.options.get("launch_pdl") for launch in launches)
