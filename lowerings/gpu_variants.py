@@ -17,7 +17,7 @@ from torch._inductor.lowering import empty_strided
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import CeilDiv, Min
 
-from .. import compat
+from .. import compat_inductor
 from ..oracle import DeviceFacts
 from . import tiles, variants
 from .eager import scale_columns
@@ -116,7 +116,7 @@ class GraphHost:
         plain = {n: a.tensor if n in blocks else a for n, a in arguments.items()}
         grid = (programs * self.is_wanted, 1, 1)
         kernel = configured(kernel, tile.num_warps, tile.num_stages)
-        compat.launch_in_graph(kernel, grid, plain, blocks, is_early=self.is_early)
+        compat_inductor.launch_in_graph(kernel, grid, plain, blocks, is_early=self.is_early)
 
     def is_old(self, *tensors: Any) -> bool:
         """Say whether tensors come into the graph: a launch that is not early lies between.
@@ -177,7 +177,7 @@ def starts_early(contributions: int, device: DeviceFacts) -> bool:
 
     Not where Inductor's own do: some of those end without having waited (torch 2.11-2.13).
     """
-    is_plain = not V.graph.cpp_wrapper and not compat.inductor_launches_early()
+    is_plain = not V.graph.cpp_wrapper and not compat_inductor.inductor_launches_early()
     return is_plain and variants.starts_early(contributions, device)
 
 

@@ -18,7 +18,7 @@ from torch._inductor.lowering import empty_strided
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import CeilDiv, Max, Min
 
-from ..compat import launch_in_graph
+from ..compat_inductor import launch_in_graph
 from . import routing_kernels
 from .routing import CHUNK_BLOCK, ONE_LAUNCH, chunk_sizes, most_chunks, place_sizes
 

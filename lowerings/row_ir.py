@@ -13,7 +13,7 @@ import torch
 from torch._inductor import ir
 from torch._inductor.virtualized import ops
 
-from ..compat import ieee_divide
+from ..compat_inductor import ieee_divide
 
 Loader = Callable[[Sequence[Any]], Any]
 

@@ -15,7 +15,7 @@ import torch
 from torch._inductor import ir
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate
 
-from ..compat import select_algorithm
+from ..compat_inductor import select_algorithm
 from . import tiles
 
 # One parameter of the grid function per dimension of the output, then the meta arguments.

@@ -145,6 +145,27 @@ def test_one_slot_leaves_no_row_unwritten() -> None:
     assert launch_order(source)[-1] == COMBINE
 
 
+@pytest.mark.parametrize("T", [2048, "T"])
+def test_a_norm_behind_the_sum_waits_for_what_it_reads_again(T: int | str) -> None:
+    """Its second loop reads what other threads wrote in the first (pytorch/pytorch#190517)."""
+
+    def function(x: torch.Tensor, scale: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        wide = (x + EXPERTS(x, *rest)).float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return scale * wide.to(x.dtype)
+
+    H, I, E = 2048, 256, 8  # noqa: E741
+    weights = [((E, 2 * I, H), INT8), ((E, 2 * I), FP32), ((E, H, I), INT8), ((E, H), FP32)]
+    inputs: list[Shape] = [((T, H), BF16), ((H,), BF16), *weights, ((T, 2), BF16), ((T, 2), INT64)]
+    source = generated_source(function, inputs, tokens=2048)
+    last = source[source.rindex("def triton_red_fused") :].partition("'''")[0]
+    written = re.findall(r"tl\.store\((\w+)", last)[0]
+    assert re.search(rf"tl\.load\({written}", last), "nothing is read again: test something else"
+    between = last[last.index(f"tl.store({written}") : last.index(f"tl.load({written}")]
+    assert between.count("tl.debug_barrier()") == 1
+    assert "\n    tl.debug_barrier()" in between, "behind the loop"
+
+
 def test_a_symbolic_number_of_slots_is_made_a_constant() -> None:
     """With dynamic=True every size of a graph's inputs is a symbol, K too."""
     source = generated_source(block(), shapes("T", K="K"), tokens=300, arch="sm_80")
