@@ -79,6 +79,24 @@ def test_int8_rows_of_many_tokens() -> None:
     assert torch.equal(compiled(case, dynamic=True), case.run())
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_norm_behind_the_sum_reads_what_was_written(dynamic: bool) -> None:
+    """A kernel that sums slots, adds and normalises reads its own sums again in a second loop."""
+    torch._dynamo.reset()
+    case = problem(9, T=2048, H=192, I=64, E=16, K=2).to("cuda")
+    scale = torch.rand(192, device="cuda", dtype=torch.bfloat16)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        wide = (x + EXPERTS(x, *case.args[1:], **case.options)).float()
+        return scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    run = torch.compile(function, fullgraph=True, dynamic=dynamic)
+    with torch.no_grad():
+        expected = function(case.hidden_states)
+        for _ in range(20):
+            torch.testing.assert_close(run(case.hidden_states), expected, rtol=2e-2, atol=2e-2)
+
+
 def test_fused_neighbours_change_no_bit() -> None:
     """The norm's bf16 result is what gets quantised, fused or not."""
     case = problem(2, T=65, H=512, I=256, E=8, K=2).to("cuda")
