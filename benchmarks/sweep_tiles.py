@@ -28,6 +28,7 @@ from int8moe_compile.lowerings import (
     routing,
     tiles,
     variant_layers,
+    variant_rows,
     variants,
 )
 from int8moe_compile.ops.arguments import ExpertsArguments
@@ -124,7 +125,7 @@ def fused_stages_of(
     )
     first = eager.first_rows(call, plan)
     by_token = (first.values, first.scale, first.has_row_scale)
-    ordered = variant_layers.spread(host, plan)
+    ordered = variant_rows.spread(host, plan)
     shape = (plan.contributions, call.intermediate_size)
     codes = torch.randint(-127, 128, shape, device="cuda", dtype=torch.int8)
     scale = torch.rand(plan.contributions, device="cuda") * 1e-3

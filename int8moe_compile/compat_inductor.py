@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +19,7 @@ def order_reloads() -> None:
     no barrier between, and threads read there what others wrote: the rows of a norm behind the sum
     over experts came out wrong on an H200. Removable with torch 2.13 (pytorch/pytorch#190517).
     """
-    if torch.__version__ >= (2, 14):
+    if torch.__version__ >= "2.14":
         return
     from torch._inductor.codegen.common import DeferredLine
     from torch._inductor.codegen.triton import TritonKernel
@@ -33,7 +35,23 @@ def order_reloads() -> None:
             self.body.writeline(DeferredLine(name, "tl.debug_barrier()"))
         return load(self, name, index)
 
-    TritonKernel.load = load_after_writes
+    TritonKernel.load = load_after_writes  # type: ignore[method-assign]
+
+
+@functools.cache
+def gluon_compiles() -> bool:
+    """Say whether the installed Triton compiles lowerings/wgmma_kernels.py, which is Gluon.
+
+    That language is experimental and changes with every release: those named were tried. Triton's
+    interpreter does not run it. Removable when Gluon is stable.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return False
+    try:
+        release = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return release.startswith(("3.6.", "3.7."))
 
 
 def select_algorithm(

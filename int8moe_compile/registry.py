@@ -25,6 +25,12 @@ KERNELS: Final[dict[str, str]] = {
 # The same for int8moe::humming_experts; imports humming-kernels.
 HUMMING_KERNEL: Final = "int8moe_compile.lowerings.humming:experts"
 
+# The same for int8moe::wgmma_up and wgmma_down, which take tensors of a layer half computed.
+PRODUCT_KERNELS: Final[dict[str, str]] = {
+    "up": "int8moe_compile.lowerings.wgmma:launch_up",
+    "down": "int8moe_compile.lowerings.wgmma:launch_down",
+}
+
 # "module:function" to tell that int8moe::dequantize was traced, and that one was lowered.
 MARKER_TRACED: Final = "int8moe_compile.passes.notices:marker_traced"
 MARKER_LOWERED: Final = "int8moe_compile.passes.notices:marker_lowered"
@@ -40,6 +46,12 @@ def kernel(device_type: str) -> Callable[..., Any]:
 def humming_kernel() -> Callable[..., Any]:
     """Import and return the experts kernel that calls humming-kernels."""
     return _function(HUMMING_KERNEL)
+
+
+@functools.cache
+def product_kernel(name: str) -> Callable[..., Any]:
+    """Import and return the launch of a product that graphs call as an operator."""
+    return _function(PRODUCT_KERNELS[name])
 
 
 @functools.cache

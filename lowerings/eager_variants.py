@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..ops.arguments import ExpertsArguments
-from . import eager, routing, tiles, variant_layers, variants
+from . import eager, routing, tiles, variant_layers, variant_rows, variants
 
 # What persistent programs are counted by where the number of multiprocessors is unknown.
 FEW_MULTIPROCESSORS = 16
@@ -72,6 +72,10 @@ class EagerHost:
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **self.options()}
         kernel[(programs,)](**arguments, **options)
 
+    def operate(self, operator: Any, *args: Any) -> None:
+        """Call an operator now."""
+        operator(*args)
+
     def is_old(self, *tensors: Tensor | None) -> bool:
         """Say that arguments are there: the first launch waits for what writes them."""
         return True
@@ -121,17 +125,20 @@ def experts(call: ExpertsArguments, variant: variants.Variant) -> Tensor | None:
     """Compute a call by a variant on the current device; None if that does not take it."""
     up, down = eager.layer_products(call)
     device = eager.facts_of(call.hidden_states.device)
-    if variant.name == "apart" or not variants.takes(variant, up, down, device, features_of(call)):
+    features = features_of(call)
+    if not variants.takes(variant, up, down, device, features):
+        variant = variants.choose(up, down, device, features)
+    if variant.name == "apart":
         return None
     host = EagerHost(call)
     if variant.name == "decode":
         output: Tensor = variant_layers.decode(host, variant, None)
         return output
-    is_by_token = variant.up.loads != "both"
+    is_by_token = not variant.up.is_ordered
     is_plain = call.hidden_states.dtype != torch.int8 and not call.apply_router_weight_on_input
     rows = None
     if is_by_token and is_plain and up.depth <= variants.WHOLE_ROW:
-        rows = variant_layers.codes(host, host.contiguous(call.hidden_states), call.a13_scale)
+        rows = variant_rows.codes(host, host.contiguous(call.hidden_states), call.a13_scale)
     plan = routing.plan(
         call.topk_ids,
         call.expert_map,

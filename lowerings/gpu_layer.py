@@ -85,13 +85,13 @@ def lower(call: Any) -> ir.TensorBox:
         call.expert_map,
         num_experts=up.experts,
         block_m=block_m,
-        is_inverse_wanted=is_fused and variant.up.loads == "both",
+        is_inverse_wanted=is_fused and variant.up.is_ordered,
         is_early=is_fused and is_early,
     )
     if is_fused:
         ready = gpu_variants.realized(call)
         host = gpu_variants.GraphHost(ready, dtype, device, contributions=up.contributions)
-        rows = None if variant.up.loads == "both" else by_token(call, routing.local)
+        rows = None if variant.up.is_ordered else by_token(call, routing.local)
         parts = variant_layers.fused(host, variant, routing, rows)
     else:
         chosen = (variant.up, variant.down)
@@ -137,7 +137,7 @@ def scheduled(
             call.expert_map,
             num_experts=num_experts,
             block_m=variant.up.block_m,
-            is_inverse_wanted=variant.up.loads == "both",
+            is_inverse_wanted=variant.up.is_ordered,
             is_wanted=is_wanted,
             empty=host.empty,
             is_early=host.is_early,
@@ -145,11 +145,11 @@ def scheduled(
         fused.append((variant, routing, host))
     # Quantised once for all that take rows by token, and after every routing, which it may read.
     local = fused[-1][1].local
-    is_by_token = bool(decode) or any(variant.up.loads != "both" for variant, _, _ in fused)
+    is_by_token = bool(decode) or any(not variant.up.is_ordered for variant, _, _ in fused)
     rows = by_token(call, local) if is_by_token else None
     decoded = [(most, variant_layers.decode(host, v, rows)) for most, v, host in decode]
     for variant, routing, host in fused:
-        wanted = None if variant.up.loads == "both" else rows
+        wanted = None if variant.up.is_ordered else rows
         parts = variant_layers.fused(host, variant, routing, wanted)
     return row_ir.combine(parts, local, call.hidden_states.get_size(), top_k, decoded)
 

@@ -118,6 +118,12 @@ class GraphHost:
         kernel = configured(kernel, tile.num_warps, tile.num_stages)
         compat_inductor.launch_in_graph(kernel, grid, plain, blocks, is_early=self.is_early)
 
+    def operate(self, operator: Any, *args: Any) -> None:
+        """Add the call of an operator to the graph, with 0 programs where none is wanted."""
+        *rest, programs, tile = args
+        call = lowering.fallback_handler(operator, add_to_fallback_set=False)
+        call(*rest, programs * self.is_wanted, tile)
+
     def is_old(self, *tensors: Any) -> bool:
         """Say whether tensors come into the graph: a launch that is not early lies between.
 

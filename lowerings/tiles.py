@@ -28,8 +28,9 @@ class Tile:
     """Shape one program of a grouped product, with the launch options that go with it.
 
     The last four are for the kernels of variants.py: loads "pointers", "weights" or "both" says
-    what comes by tensor descriptor, programs how many stay on a multiprocessor (0: one a tile),
-    is_flat that a program's tiles are one loop, has_tail that a tile of few rows is halved.
+    what comes by tensor descriptor, "async" that both do and that products run on meanwhile,
+    programs how many stay on a multiprocessor (0: one a tile), is_flat that a program's tiles are
+    one loop, has_tail that a tile of few rows is halved.
     """
 
     block_m: int
@@ -42,6 +43,11 @@ class Tile:
     programs: int = 0
     is_flat: bool = False
     has_tail: bool = False
+
+    @property
+    def is_ordered(self) -> bool:
+        """Say whether it takes activations that lie in expert order."""
+        return self.loads in ("both", "async")
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,10 @@ def shared_memory(tile: Tile, product: Product, device: DeviceFacts) -> int:
     There weight-only codes lie a second time as floats, which is what is read, in one buffer.
     """
     a_bytes, w_bytes = tile.block_m * product.a_bytes, tile.block_n * product.panels
+    if tile.loads == "async":
+        # Every buffer, a barrier for each, and where a tile's values change hands for the store.
+        barrier, exchange = 8, 1024 * tile.num_warps
+        return tile.num_stages * ((a_bytes + w_bytes) * tile.block_k + barrier) + exchange
     major = (device.capability or (0, 0))[0]
     # ROCm devices have a capability, too: gfx942 says (9, 4).
     is_asynchronous = major in ASYNC_MAJORS and not is_rocm(device) and tile.block_m >= ASYNC_M

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from . import decode_kernels, fused_kernels, quantizing, tiles, variants
+from . import decode_kernels, fused_kernels, tiles, variant_rows, variants
 from .tiles import Tile, tile_bound
 
 
@@ -47,6 +47,9 @@ class Host(Protocol):
     def launch(self, kernel: Any, programs: Any, arguments: dict[str, Any], tile: Tile) -> None:
         """Launch so many programs of a kernel."""
 
+    def operate(self, operator: Any, *args: Any) -> None:
+        """Call an operator that writes its first argument."""
+
     def cdiv(self, a: Any, b: int) -> Any:
         """Return a / b, rounded up."""
 
@@ -72,51 +75,15 @@ def fused(host: Host, variant: variants.Variant, plan: Any, rows: Any | None) ->
     rows: (values, scale, whether it has one for each row) by token; None: put them into order.
     """
     if rows is None:
-        rows = spread(host, plan)
+        rows = variant_rows.spread(host, plan)
     codes, scale = first_product(host, plan, rows, variant.up), host.call.a2_scale
     is_token = host.call.activation_quant == "token"
     if is_token:
         middle = codes
         codes = host.empty(*host.size(middle), dtype=torch.int8)
         scale = host.empty(host.size(middle)[0], dtype=torch.float32)
-        _requantize(host, middle, codes, scale, plan.tiles)
+        variant_rows.requantize(host, middle, codes, scale, plan.tiles)
     return second_product(host, plan, codes, scale, is_token, variant.down)
-
-
-def _row_tile(rows: int, columns: int, warps: int) -> Tile:
-    return Tile(rows, columns, columns, warps, 1)
-
-
-def spread(host: Host, plan: Any) -> Any:
-    """Quantise tokens into expert order."""
-    call = host.call
-    tokens, columns = host.size(call.hidden_states)
-    top_k = host.size(call.topk_ids)[1]
-    is_token = call.activation_quant == "token"
-    codes = host.empty(tokens * top_k, columns, dtype=torch.int8)
-    scale = host.empty(tokens * top_k, dtype=torch.float32) if is_token else call.a13_scale
-    stride_xr, stride_xc = host.strides(call.hidden_states)
-    block = variants.whole_row(columns)
-    height = max(1, tiles.ROW_ELEMENTS // block)
-    arguments = {
-        "codes_ptr": codes,
-        "scale_out_ptr": scale,
-        "x_ptr": call.hidden_states,
-        "given_ptr": scale,
-        "local_ptr": plan.local,
-        "inverse_ptr": plan.inverse,
-        "num_rows": tokens,
-        "columns": columns,
-        "stride_xr": stride_xr,
-        "stride_xc": stride_xc,
-        "QUANT": call.activation_quant,
-        "TOP_K": top_k,
-        "ROWS": height,
-        "BLOCK": block,
-    }
-    tile = _row_tile(height, block, max(1, min(8, height * block // 512)))
-    host.launch(quantizing.spread_kernel, host.cdiv(tokens, height), arguments, tile)
-    return codes, scale, is_token
 
 
 def _weight(host: Host, name: str, tile: Tile) -> dict[str, Any]:
@@ -173,7 +140,7 @@ def _described_rows(host: Host, rows: Any, tile: Tile) -> dict[str, Any]:
     return described
 
 
-def _programs(host: Host, contributions: Any, experts: int, width: int, tile: Tile) -> Any:
+def programs_of(host: Host, contributions: Any, experts: int, width: int, tile: Tile) -> Any:
     """Return how many programs to launch: one a tile at most, or as many as stay resident."""
     bound = tile_bound(
         contributions, experts, tile.block_m, minimum=host.minimum, cdiv=host.cdiv
@@ -185,6 +152,10 @@ def _programs(host: Host, contributions: Any, experts: int, width: int, tile: Ti
 
 def first_product(host: Host, plan: Any, rows: Any, tile: Tile) -> Any:
     """Launch the first product; returns its result [T*K, I] by position: codes by a given scale."""
+    if tile.loads == "async":
+        from . import wgmma
+
+        return wgmma.first_product(host, plan, rows, tile)
     call = host.call
     values, scale, is_per_row = rows
     tokens, top_k = host.size(call.topk_ids)
@@ -221,37 +192,19 @@ def first_product(host: Host, plan: Any, rows: Any, tile: Tile) -> Any:
     }
     if tile.loads == "both":
         arguments |= _described_rows(host, values, tile)
-    programs = _programs(host, contributions, experts, width, tile)
+    programs = programs_of(host, contributions, experts, width, tile)
     host.launch(fused_kernels.fused_up_kernel, programs, arguments, tile)
     return out
-
-
-def _requantize(host: Host, middle: Any, codes: Any, scale: Any, live: Any | None) -> None:
-    """Quantise the intermediate in a launch of its own."""
-    rows, columns = host.size(middle)
-    block = variants.whole_row(columns)
-    height = max(1, tiles.ROW_ELEMENTS // block) if live is not None else 1
-    arguments = {
-        "codes_ptr": codes,
-        "scale_out_ptr": scale,
-        "x_ptr": middle,
-        "given_ptr": scale,
-        "live_ptr": live,
-        "num_rows": rows,
-        "columns": columns,
-        "QUANT": host.call.activation_quant,
-        "HAS_LIVE": live is not None,
-        "ROWS": height,
-        "BLOCK": block,
-    }
-    tile = _row_tile(height, block, max(1, min(8, height * block // 512)))
-    host.launch(quantizing.requantize_kernel, host.cdiv(rows, height), arguments, tile)
 
 
 def second_product(
     host: Host, plan: Any, codes: Any, scale: Any, is_per_row: bool, tile: Tile
 ) -> Any:
     """Launch the second product."""
+    if tile.loads == "async":
+        from . import wgmma
+
+        return wgmma.second_product(host, plan, codes, scale, tile)
     call = host.call
     tokens, top_k = host.size(call.topk_ids)
     experts, width, depth = host.size(call.w2)
@@ -281,7 +234,7 @@ def second_product(
     }
     if tile.loads == "both":
         arguments |= _described_rows(host, codes, tile)
-    programs = _programs(host, contributions, experts, width, tile)
+    programs = programs_of(host, contributions, experts, width, tile)
     host.launch(fused_kernels.fused_down_kernel, programs, arguments, tile)
     return parts
 
@@ -312,19 +265,11 @@ def decode(host: Host, variant: variants.Variant, rows: Any | None) -> Any:
     if rows is None and call.activation_quant == "none":
         rows = host.contiguous(call.hidden_states), None, False
     elif rows is None:
-        rows = codes(host, host.contiguous(call.hidden_states), call.a13_scale)
+        rows = variant_rows.codes(host, host.contiguous(call.hidden_states), call.a13_scale)
     values, scale = _decode_up(host, variant.up, routed, rows), call.a2_scale
     if call.activation_quant == "token":
-        values, scale, _ = codes(host, values, None)
+        values, scale, _ = variant_rows.codes(host, values, None)
     return _decode_down(host, variant.down, routed, values, scale)
-
-
-def codes(host: Host, x: Any, given: Any | None) -> tuple[Any, Any, bool]:
-    """Quantise rows in a launch of their own, by a given scale or one for each row."""
-    codes = host.empty(*host.size(x), dtype=torch.int8)
-    scale = host.empty(host.size(x)[0], dtype=torch.float32) if given is None else given
-    _requantize(host, x, codes, scale, None)
-    return codes, scale, given is None
 
 
 def _decode_up(host: Host, tile: Tile, routed: dict[str, Any], rows: Any) -> Any:

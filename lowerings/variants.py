@@ -2,7 +2,7 @@
 
 "apart": quantise, product, quantise, product, sum, by pointers, tiles from tiles.TABLE; everywhere.
 "fused": the same, but a given scale quantises in the first product; as "apart" where that lets
-launches overlap, with loads by descriptor and persistent programs where that was faster (FUSED).
+launches overlap, else with loads by descriptor or asynchronous products (variant_tables.py).
 "decode": no routing and no sum apart; for one token, and for few of small experts.
 """
 
@@ -15,10 +15,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from .. import compat
+from .. import compat, compat_inductor
 from ..oracle import DeviceFacts
-from . import tiles
+from . import tiles, variant_tables
 from .tiles import Product, Tile
+from .variant_tables import DESCRIPTOR_K, FEW_ROWS, Table, fused_table, is_uneven
 
 # A tensor descriptor's rows start at multiples of so many bytes, as do loads of words of codes.
 DESCRIPTOR_BYTES: Final = 16
@@ -32,8 +33,6 @@ DECODE_WORDS: Final = 4096
 SMALL_EXPERT: Final = 16 << 20
 # Contributions are counted in 32 bits.
 EVERY_SIZE: Final = (1 << 31) - 1
-# Descriptors are read in rows of so many codes: what a depth leaves over is multiplied as zeros.
-DESCRIPTOR_K: Final = 128
 # Contributions up to which kernels start before those ahead have ended; Qwen3, 4096 tokens, loses
 # 1 % by it. Lines of 128 bytes of each row of weights that a waiting product fetches into L2: 2
 # gain 1 to 2 % of a layer at 64 to 1024 tokens, 4 half of that, 8 and more lose.
@@ -41,31 +40,10 @@ EARLY_CONTRIBUTIONS: Final = 8192
 AHEAD_LINES: Final = 2
 # The generation whose tables these are: Hopper.
 MEASURED_MAJOR: Final = 9
+# What the products of loads "async" are made for, and the least depth: all buffers but one fill.
+ASYNC_CAPABILITY: Final = (9, 0)
+ASYNC_DEPTH: Final = 3 * DESCRIPTOR_K
 
-# Rows an expert gets on average, at most -> tiles of both products; an H200, over the shapes of
-# benchmarks/shapes.py (benchmarks/sweep_tiles.py --fused). No faster than "apart" up to FEW_ROWS.
-FEW_ROWS: Final = 24
-NARROW: Final = Tile(64, 128, 128, 4, 3, 1, "both")
-WIDE: Final = Tile(128, 128, 128, 4, 3, 8, "both", 2, has_tail=True)
-FUSED: Final[tuple[tuple[float, Tile, Tile], ...]] = (
-    (48, Tile(64, 64, 128, 4, 4, 1, "weights"), NARROW),
-    (160, Tile(128, 128, 128, 8, 4, 1, "weights", has_tail=True), replace(WIDE, programs=0)),
-    (float("inf"), Tile(128, 64, 128, 4, 3, 32, "weights", has_tail=True), WIDE),
-)
-# Few experts: an expert has so many tiles that their groups stay in L2 longer.
-FEW_EXPERTS_FUSED: Final[tuple[tuple[float, Tile, Tile], ...]] = (
-    *FUSED[:2],
-    (512, Tile(128, 128, 128, 8, 4, 32, "weights", has_tail=True), WIDE),
-    (float("inf"), Tile(128, 64, 128, 4, 3, 8, "weights", 2, has_tail=True), WIDE),
-)
-# A depth that is no multiple of DESCRIPTOR_K costs loads by pointer their masks or half the tile.
-UNEVEN_FUSED: Final[tuple[tuple[float, Tile, Tile], ...]] = (
-    (12, Tile(16, 64, 128, 4, 6, 1, "weights"), Tile(16, 64, 128, 4, 6, 1, "both")),
-    (24, Tile(32, 64, 128, 4, 6, 1, "weights"), Tile(32, 64, 128, 4, 6, 1, "both")),
-    (64, Tile(64, 64, 128, 4, 3, 1, "both"), NARROW),
-    (160, Tile(128, 64, 128, 4, 3, 1, "both", has_tail=True), replace(WIDE, programs=0)),
-    (float("inf"), Tile(128, 64, 128, 4, 3, 8, "both", 2, has_tail=True), WIDE),
-)
 CACHE_KEY: Final = "int8moe_compile.lowerings.variants"
 
 
@@ -141,7 +119,9 @@ def takes(variant: Variant, up: Product, down: Product, device: DeviceFacts, has
         is_aligned = up.depth % DESCRIPTOR_BYTES == 0 and down.depth % DESCRIPTOR_BYTES == 0
         if tiles.is_rocm(device) or major < 9 or not is_aligned or not has.has_plain_weights:
             return False
-    if variant.up.loads == "both" and (
+    if "async" in loads and not _has_async(up, down, device):
+        return False
+    if variant.up.is_ordered and (
         has.is_int8_input or has.is_weight_on_input or up.depth > SPREAD_COLUMNS
     ):
         return False
@@ -154,8 +134,8 @@ def candidates(
     """Return the variants to compare for a layer: "apart", then what the tables name, if else."""
     default = Variant("apart", *tiles.choose_pair(up, down, device))
     found = [default]
-    measured = _measured(up, down, device)
-    for variant in (measured, _decode(up, down), *_fused(up, down, default)):
+    measured = (_measured(up, down, device, is_async=word) for word in (True, False))
+    for variant in (*measured, _decode(up, down), *_fused(up, down, default)):
         if variant is None or not takes(variant, up, down, device, has) or variant in found:
             continue
         if variant.name == "decode" or _fits(variant, up, down, device):
@@ -168,34 +148,39 @@ def _is_measured(device: DeviceFacts) -> bool:
     return not tiles.is_rocm(device) and (device.capability or (0, 0))[0] == MEASURED_MAJOR
 
 
-def _measured(up: Product, down: Product, device: DeviceFacts) -> Variant | None:
+def _has_async(up: Product, down: Product, device: DeviceFacts) -> bool:
+    """Say whether tiles of loads "async" compute a layer."""
+    is_deep = min(up.depth, down.depth) >= ASYNC_DEPTH
+    is_hopper = not tiles.is_rocm(device) and device.capability == ASYNC_CAPABILITY
+    return is_deep and is_hopper and compat_inductor.gluon_compiles()
+
+
+def _measured(
+    up: Product, down: Product, device: DeviceFacts, *, is_async: bool = True
+) -> Variant | None:
     """Return what is faster than "apart" by the tables; None where nothing is."""
     if not _is_measured(device) or min(up.depth, down.depth) < DESCRIPTOR_K:
         return None
-    return _measured_decode(up, down) or _measured_fused(up, down, device)
+    return _measured_decode(up, down) or _measured_fused(up, down, device, is_async)
 
 
-def _is_uneven(up: Product, down: Product) -> bool:
-    return bool(up.depth % DESCRIPTOR_K or down.depth % DESCRIPTOR_K)
+def _fused_table(up: Product, down: Product, device: DeviceFacts, is_async: bool) -> Table:
+    return fused_table(up, down, is_async=is_async and _has_async(up, down, device))
 
 
-def _fused_table(up: Product, down: Product) -> tuple[tuple[float, Tile, Tile], ...]:
-    """Return the table of a layer's sizes."""
-    if _is_uneven(up, down):
-        return UNEVEN_FUSED
-    return FEW_EXPERTS_FUSED if up.experts <= tiles.FEW_EXPERTS else FUSED
-
-
-def _measured_fused(up: Product, down: Product, device: DeviceFacts) -> Variant | None:
+def _measured_fused(
+    up: Product, down: Product, device: DeviceFacts, is_async: bool
+) -> Variant | None:
     """Return what is faster than "apart" by the tables of "fused"; None where nothing is."""
     rows = tiles.rows_per_expert(up.contributions, up.experts)
     if up.a_bytes != 1 or min(up.depth, down.depth) < DESCRIPTOR_K:
         return None
-    if rows <= FEW_ROWS and not _is_uneven(up, down):
+    if rows <= FEW_ROWS and not is_uneven(up, down):
         # The same products; what is faster is that launches overlap.
         pair = tiles.choose_pair(up, down, device)
         return Variant("fused", *pair) if starts_early(up.contributions, device) else None
-    _, first, second = next(row for row in _fused_table(up, down) if rows <= row[0])
+    table = _fused_table(up, down, device, is_async)
+    _, first, second = next(row for row in table if rows <= row[0])
     if up.panels == 1:
         # Measured with gate and up side by side.
         first = replace(first, block_n=min(256, 2 * first.block_n))
@@ -210,8 +195,7 @@ def _fits(variant: Variant, up: Product, down: Product, device: DeviceFacts) -> 
 
 def starts_early(contributions: int, device: DeviceFacts) -> bool:
     """Say whether the kernels of a call start before those ahead have ended."""
-    is_few = contributions <= EARLY_CONTRIBUTIONS
-    return is_few and not _in_turn and tiles.launches_early(device)
+    return contributions <= EARLY_CONTRIBUTIONS and not _in_turn and tiles.launches_early(device)
 
 
 def lines_ahead(is_early: bool, contributions: Any = 1, experts: int = 0) -> int:
@@ -286,6 +270,8 @@ def _fused(up: Product, down: Product, default: Variant) -> Iterator[Variant]:
             yield Variant("fused", replace(tail, loads="weights"), replace(second, has_tail=True))
             large = Tile(block_m, 128, 128, 8, 4, group, "both", 1)
             yield Variant("fused", large, replace(wide, num_stages=4))
+            yield Variant("fused", variant_tables.ASYNC, variant_tables.ASYNC_DOWN)
+            yield Variant("fused", variant_tables.ASYNC_TAIL, variant_tables.ASYNC_WIDE_DOWN)
             yield Variant("fused", first, replace(wide, is_flat=True))
 
 
@@ -338,6 +324,14 @@ def asked_for(
     return None if is_same and not is_early else measured
 
 
+def plainer(
+    variant: Variant | None, up: Product, down: Product, device: DeviceFacts
+) -> Variant | None:
+    """Return what the tables have for calls that their tiles of loads "async" do not take."""
+    is_async = variant is not None and "async" in (variant.up.loads, variant.down.loads)
+    return _measured(up, down, device, is_async=False) if is_async and not _forced else None
+
+
 def choose(
     up: Product,
     down: Product,
@@ -349,40 +343,46 @@ def choose(
 ) -> Variant:
     """Return the variant of a call: what asked_for returns if it takes the call, else "apart"."""
     asked = asked_for(up, down, device, is_sized=is_sized, is_early=is_early)
-    if asked is not None and takes(asked, up, down, device, has):
-        return asked
+    for variant in (asked, plainer(asked, up, down, device)):
+        if variant is not None and takes(variant, up, down, device, has):
+            return variant
     return Variant("apart", *tiles.choose_pair(up, down, device))
 
 
 def asked_schedule(up: Product, down: Product, device: DeviceFacts) -> Schedule | None:
     """Return the schedule that a call of any size asks for, the forced one or the tables'."""
     if not _forced:
-        return _measured_schedule(up, down, device)
+        return _measured_schedule(up, down, device, is_async=True)
     return _forced[-1] if isinstance(_forced[-1], Schedule) else None
 
 
 def schedule(up: Product, down: Product, device: DeviceFacts, has: Features) -> Schedule | None:
     """Return the schedule of a call of any size, if one is asked for and takes it throughout."""
     asked = asked_schedule(up, down, device)
-    if asked is None or not all(takes(v, up, down, device, has) for _, v in asked.steps):
-        return None
-    return asked
+    plain = None if _forced else _measured_schedule(up, down, device, is_async=False)
+    for found in (asked, plain):
+        if found is not None and all(takes(v, up, down, device, has) for _, v in found.steps):
+            return found
+    return None
 
 
-def _measured_schedule(up: Product, down: Product, device: DeviceFacts) -> Schedule | None:
+def _measured_schedule(
+    up: Product, down: Product, device: DeviceFacts, *, is_async: bool
+) -> Schedule | None:
     """Return a step for each row of the layer's table, the first for few rows an expert.
 
     No "decode": one token has a graph of its own, as Inductor makes 1 a constant.
     """
     if not _is_measured(device) or up.a_bytes != 1:
         return None
-    bounds = [int(rows * up.experts) for rows, _, _ in _fused_table(up, down)[:-1]]
-    if not _is_uneven(up, down):
+    table = _fused_table(up, down, device, is_async)
+    bounds = [int(rows * up.experts) for rows, _, _ in table[:-1]]
+    if not is_uneven(up, down):
         bounds.insert(0, FEW_ROWS // 2 * up.experts)
     steps: list[tuple[int, Variant]] = []
     for most in (*bounds, EVERY_SIZE):
         sized = replace(up, contributions=most), replace(down, contributions=most)
-        variant = _measured_fused(*sized, device)
+        variant = _measured_fused(*sized, device, is_async)
         if variant is None:
             variant = Variant("fused", *tiles.choose_pair(*sized, device))
         if steps and steps[-1][1] == variant:

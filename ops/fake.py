@@ -45,3 +45,7 @@ def dequantize(
 def no_backward(grad: Tensor) -> Tensor:
     """Describe the result that int8moe::no_backward never returns."""
     return torch.empty_like(grad)
+
+
+def product(out: Tensor, *args: Any) -> None:
+    """Describe the products of lowerings/wgmma.py, which write out and return nothing."""

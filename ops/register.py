@@ -17,7 +17,13 @@ from .humming import check_humming
 
 # define + impl, not custom_op: 4 us against 16 us a call, and a second registration fails loudly.
 _library: Final = torch.library.Library(schema.NAMESPACE, "DEF")
-for _schema in (schema.EXPERTS, schema.DEQUANTIZE, schema.NO_BACKWARD):
+for _schema in (
+    schema.EXPERTS,
+    schema.DEQUANTIZE,
+    schema.NO_BACKWARD,
+    schema.WGMMA_UP,
+    schema.WGMMA_DOWN,
+):
     _library.define(_schema)
 # It compiles kernels and converts weights when first called, which a CUDA graph cannot record.
 _library.define(schema.HUMMING_EXPERTS, tags=(torch.Tag.cudagraph_unsafe,))
@@ -153,6 +159,16 @@ def _wants_gradient(args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> bool:
     return False
 
 
+def _wgmma_up_kernel(*args: Any) -> None:
+    registry.product_kernel("up")(*args)
+
+
+def _wgmma_down_kernel(*args: Any) -> None:
+    registry.product_kernel("down")(*args)
+
+
+_library.impl("wgmma_up", _wgmma_up_kernel, "CUDA")
+_library.impl("wgmma_down", _wgmma_down_kernel, "CUDA")
 for _device in ("CPU", "CUDA"):
     _library.impl("experts", _experts_kernel, _device)
     _library.impl("humming_experts", _humming_kernel, _device)
@@ -167,3 +183,5 @@ torch.library.register_fake("int8moe::experts", fake.experts, lib=_library)
 torch.library.register_fake("int8moe::humming_experts", fake.humming_experts, lib=_library)
 torch.library.register_fake("int8moe::dequantize", fake.dequantize, lib=_library)
 torch.library.register_fake("int8moe::no_backward", fake.no_backward, lib=_library)
+torch.library.register_fake("int8moe::wgmma_up", fake.product, lib=_library)
+torch.library.register_fake("int8moe::wgmma_down", fake.product, lib=_library)

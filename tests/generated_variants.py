@@ -111,6 +111,52 @@ def test_the_tables_serve_every_size_in_one_graph() -> None:
     assert launch_order(sized)[3:] == [*FUSED, COMBINE]
 
 
+PRODUCTS = r"torch\.ops\.int8moe\.(wgmma_\w+)\.default\((.*), \[128, [\d, ]*\]\)$"
+
+
+def deep_shapes(T: int | str) -> list[Any]:
+    """Return the shapes of a block's inputs: hidden 512, intermediate 512, 8 experts."""
+    inputs = shapes(T)
+    inputs[3:7] = [
+        ((8, 1024, 512), torch.int8),
+        ((8, 1024), torch.float32),
+        ((8, 512, 512), torch.int8),
+        ((8, 512), torch.float32),
+    ]
+    return inputs
+
+
+@pytest.mark.parametrize("T", [5000, "T"])
+def test_asynchronous_products_are_called_between_launches(T: int | str) -> None:
+    """Each writes a buffer that was made for it and is read behind it; none where none is due."""
+    source = generated_source(block(), deep_shapes(T), tokens=5000)
+    calls = re.findall(PRODUCTS, source, re.M)
+    assert [name for name, _ in calls][-1] == "wgmma_down"
+    spread, requantize, combine = (
+        [found.start() for found in re.finditer(rf"{name}\w*\.run\(", source)][-1]
+        for name in ("spread_kernel", "requantize_kernel", COMBINE)
+    )
+    up, down = (source.rindex(f"int8moe.{name}.default(") for name in ("wgmma_up", "wgmma_down"))
+    assert spread < up < requantize < down < combine
+    out = {name: arguments.partition(",")[0] for name, arguments in calls}
+    assert out["wgmma_up"] in source[requantize : source.index("\n", requantize)]
+    assert out["wgmma_down"] in source[combine : source.index("\n", combine)]
+    for tokens in (1, 100, 199, 400) if T == "T" else ():
+        assert not any(programs(arguments, tokens) for _, arguments in calls)
+    for tokens in (401, 1600, 1601, 5000) if T == "T" else (5000,):
+        due = [name for name, arguments in calls if programs(arguments, tokens)]
+        assert due == ["wgmma_up", "wgmma_down"], tokens
+        if T == "T":
+            assert launched(source, tokens) == sorted(
+                [COUNT, SCATTER, "spread_kernel", "requantize_kernel"]
+            )
+
+
+def programs(arguments: str, tokens: int) -> int:
+    """Return the programs of an operator's call, its last argument here, at a number of tokens."""
+    return evaluated([f"({arguments}, 1, 1, stream="], tokens)[0]
+
+
 def test_all_steps_read_the_router_weights_of_one_buffer() -> None:
     def function(*args: torch.Tensor) -> torch.Tensor:
         *before, logits, ids = args

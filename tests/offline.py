@@ -13,6 +13,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as OrderedDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from int8moe_compile.lowerings import (
@@ -24,6 +26,8 @@ from int8moe_compile.lowerings import (
     quantizing,
     routing_kernels,
     variants,
+    wgmma,
+    wgmma_kernels,
 )
 from int8moe_compile.ops.arguments import ExpertsArguments
 from int8moe_compile.oracle import DeviceFacts
@@ -90,14 +94,23 @@ class _Recorder:
         return launch
 
 
+def _operate(host: Any, operator: Any, *args: Any) -> None:
+    """Call the kernel of an operator that has none for CPU tensors."""
+    launches = {"int8moe::wgmma_up": wgmma.launch_up, "int8moe::wgmma_down": wgmma.launch_down}
+    launches[operator.name()](*args)
+
+
 @contextmanager
 def _recording(facts: DeviceFacts) -> Iterator[list[Launch]]:
     log: list[Launch] = []
     eager._layer_variant.cache_clear()
     with mock.patch.object(eager, "facts_of", lambda device: facts):
-        patches = [mock.patch.object(eager_variants, "has_assembly", lambda device: True)]
+        patches = [
+            mock.patch.object(eager_variants, "has_assembly", lambda device: True),
+            mock.patch.object(eager_variants.EagerHost, "operate", _operate),
+        ]
         modules = (eager_kernels, routing_kernels, fused_kernels, decode_kernels, quantizing)
-        for module in modules:
+        for module in (*modules, wgmma_kernels):
             for name in dir(module):
                 if name.endswith("_kernel"):
                     recorder = _Recorder(getattr(module, name), log)
@@ -137,6 +150,9 @@ TYPES = {
 
 
 def _type_of(value: Any) -> str:
+    if isinstance(value, OrderedDescriptor):
+        block, layout = list(value.block_shape), repr(value.layout)
+        return f"tensordesc<{TYPES[value.base.dtype]}{block},{layout}>"
     if isinstance(value, TensorDescriptor):
         return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
     if isinstance(value, torch.Tensor):
@@ -151,8 +167,9 @@ def compile_launch(launch: Launch, arch: str) -> Any:
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
+    given = launch.options | launch.arguments
     for index, parameter in enumerate(launch.kernel.params):
-        value = launch.arguments.get(parameter.name, parameter.default)
+        value = given.get(parameter.name, parameter.default)
         is_one = isinstance(value, int) and not isinstance(value, bool) and value == 1
         if parameter.is_constexpr or value is None or is_one:
             signature[parameter.name] = "constexpr"
@@ -162,7 +179,16 @@ def compile_launch(launch: Launch, arch: str) -> Any:
         is_aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
         if is_aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(launch.kernel, signature, constants, attributes)
+    if launch.kernel.is_gluon():
+        # By index, or they count as not given.
+        constants = {
+            (index,): constants[parameter.name]
+            for index, parameter in enumerate(launch.kernel.params)
+            if parameter.name in constants
+        }
+        source = GluonASTSource(launch.kernel, signature, constants, attributes)
+    else:
+        source = ASTSource(launch.kernel, signature, constants, attributes)
     return triton.compile(source, target=target_of(arch), options=launch.options)
 
 

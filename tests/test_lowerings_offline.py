@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from typing import Any
 
 import offline
 import pytest
 import torch
 
-from int8moe_compile.lowerings import tiles
+from int8moe_compile.lowerings import tiles, variant_tables, variants
 from int8moe_compile.ops.arguments import ExpertsArguments
 from int8moe_compile.oracle import MoeProblem, select_int8_moe_backend
 from int8moe_compile.schemes import INT8_DYNAMIC_TOKEN, INT8_STATIC_CHANNEL
 
+ONE = torch.empty(1)
 
-def call(T: int, word: str = "token", dtype: torch.dtype = torch.bfloat16) -> ExpertsArguments:
-    """Return arguments of a call on empty CPU tensors: H 512, I 256, E 8, K 4, gpt-oss' gate."""
-    H, I, E, K = 512, 256, 8, 4  # noqa: E741
+
+def call(
+    T: int,
+    word: str = "token",
+    dtype: torch.dtype = torch.bfloat16,
+    I: int = 256,  # noqa: E741
+) -> ExpertsArguments:
+    """Return arguments of a call on empty CPU tensors: H 512, E 8, K 4, gpt-oss' gate."""
+    H, E, K = 512, 8, 4
     empty, codes = torch.empty, {"dtype": torch.int8}
     return ExpertsArguments(
         empty(T, H, dtype=dtype),
@@ -69,6 +78,46 @@ def test_hopper_multiplies_by_warp_groups() -> None:
         if launch.kernel.__name__ in ("up_kernel", "down_kernel"):
             text = offline.assembly(offline.compile_launch(launch, "sm_90"))
             assert "wgmma.mma_async" in text and ".s32.s8.s8" in text
+
+
+ASYNC_CALLS: dict[str, dict[str, Any]] = {
+    "silu": {"alpha": 1.0, "beta": 0.0, "limit": None, "w13_bias": None, "w2_bias": None},
+    "gpt-oss": {},
+    "static": {"activation_quant": "static", "a13_scale": ONE, "a2_scale": ONE},
+    "not gated": {"gated": False, "activation": "relu2", "limit": None, "beta": 0.0},
+}
+ASYNC_TILES = {
+    "narrow": (variant_tables.ASYNC, variant_tables.ASYNC_DOWN),
+    "tail": (variant_tables.ASYNC_TAIL, variant_tables.ASYNC_WIDE_DOWN),
+    "wide": (variant_tables.ASYNC_WIDE, variant_tables.ASYNC_WIDE_DOWN),
+}
+
+
+@pytest.mark.parametrize("name", ASYNC_CALLS)
+@pytest.mark.parametrize("tile_names", ASYNC_TILES)
+def test_asynchronous_products_keep_one_in_flight(name: str, tile_names: str) -> None:
+    """A wait for all of them comes once a tile, in the loop one goes on."""
+    case = call(4096, I=512)._replace(**ASYNC_CALLS[name])
+    up, down = ASYNC_TILES[tile_names]
+    panels = 2 if case.gated else 1
+    if not case.gated:
+        case = case._replace(w13=case.w13[:, :512], w13_scale=case.w13_scale[:, :512])
+        case = case._replace(w13_bias=None)
+        up = dataclasses.replace(up, block_n=2 * up.block_n)
+    with variants.forced(variants.Variant("fused", up, down)):
+        launches = offline.record(case, "sm_90")
+    found = {launch.kernel.__name__: launch for launch in launches}
+    for kernel, tile, n in (("wgmma_up_kernel", up, panels), ("wgmma_down_kernel", down, 1)):
+        compiled = offline.compile_launch(found[kernel], "sm_90")
+        text = offline.assembly(compiled)
+        instructions = offline.matrix_instructions(text)
+        assert instructions and all("wgmma" in i and ".s32.s8.s8" in i for i in instructions)
+        waits = re.findall(r"wgmma\.wait_group\S*\s+(\d+)", text)
+        parts = 2 if tile.has_tail else 1
+        assert sorted(waits) == ["0"] * parts + ["1"] * parts
+        product = tiles.Product(16384, 8, 512, 512, n)
+        shared = tiles.shared_memory(tile, product, offline.facts_of("sm_90"))
+        assert compiled.metadata.shared == shared
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])

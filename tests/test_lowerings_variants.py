@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import re
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 from test_lowerings_offline import call
 from test_lowerings_tiles import facts, products
 
+from int8moe_compile import compat_inductor
 from int8moe_compile.lowerings import tiles, variants
 from int8moe_compile.lowerings.tiles import Tile
 from int8moe_compile.lowerings.variants import Features, Schedule, Variant
@@ -74,6 +76,42 @@ def test_the_schedule_of_a_symbolic_size_chooses_as_each_size_does(E: int, H: in
         assert chosen == variants.choose(*sized, facts("sm_90"), Features())
     for arch, has in (("sm_80", Features()), ("sm_90", Features("tensor"))):
         assert variants.schedule(up, down, facts(arch), has) is None
+
+
+def loads_of(variant: Variant) -> set[str]:
+    return {variant.up.loads, variant.down.loads}
+
+
+def test_asynchronous_products_are_chosen_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    up, down = tiles.Product(65536, 64, 2048, 1024, 2, 1, 8), tiles.Product(65536, 64, 1024, 2048)
+    hopper = facts("sm_90")
+    assert loads_of(variants.choose(up, down, hopper, Features())) == {"async"}
+    found = variants.schedule(up, down, hopper, Features())
+    assert found is not None and loads_of(found.steps[-1][1]) == {"async"}
+    # What they do not take is computed as before there were any, not by "apart".
+    shallow = replace(up, width=256), replace(down, depth=256)
+    for has, pair in (
+        (Features(is_int8_input=True), (up, down)),
+        (Features(is_weight_on_input=True), (up, down)),
+        (Features(), shallow),
+    ):
+        assert loads_of(variants.choose(*pair, hopper, has)) == {"weights", "both"}
+        found = variants.schedule(*pair, hopper, has)
+        assert found is not None and loads_of(found.steps[-1][1]) == {"weights", "both"}
+    monkeypatch.setattr(variants.compat_inductor, "gluon_compiles", lambda: False)
+    assert loads_of(variants.choose(up, down, hopper, Features())) == {"weights", "both"}
+
+
+@pytest.mark.parametrize(
+    ("release", "interpret", "expected"),
+    [("3.6.0", "0", True), ("3.7.1", "0", True), ("3.8.0", "0", False), ("3.7.1", "1", False)],
+)
+def test_gluon_is_trusted_in_releases_that_were_tried(
+    release: str, interpret: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: release)
+    assert compat_inductor.gluon_compiles.__wrapped__() is expected
 
 
 def test_a_forced_variant_yields_to_calls_that_it_does_not_take() -> None:

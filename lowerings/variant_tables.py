@@ -1,0 +1,84 @@
+"""Tiles of the "fused" variant by rows an expert, as measured; host only, needs no GPU.
+
+An H200, over the shapes of benchmarks/shapes.py: (rows an expert gets on average, at most, tiles of
+both products), rising. From benchmarks/sweep_tiles.py --fused and, for loads "async",
+benchmarks/sweep_wgmma.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from .tiles import FEW_EXPERTS, Product, Tile
+
+Table = tuple[tuple[float, Tile, Tile], ...]
+
+# Descriptors are read in rows of so many codes: what a depth leaves over is multiplied as zeros.
+DESCRIPTOR_K: Final = 128
+# No faster than "apart" up to so many rows.
+FEW_ROWS: Final = 24
+NARROW: Final = Tile(64, 128, 128, 4, 3, 1, "both")
+WIDE: Final = Tile(128, 128, 128, 4, 3, 8, "both", 2, has_tail=True)
+FUSED: Final[Table] = (
+    (48, Tile(64, 64, 128, 4, 4, 1, "weights"), NARROW),
+    (160, Tile(128, 128, 128, 8, 4, 1, "weights", has_tail=True), replace(WIDE, programs=0)),
+    (float("inf"), Tile(128, 64, 128, 4, 3, 32, "weights", has_tail=True), WIDE),
+)
+# Few experts: an expert has so many tiles that their groups stay in L2 longer.
+FEW_EXPERTS_FUSED: Final[Table] = (
+    *FUSED[:2],
+    (512, Tile(128, 128, 128, 8, 4, 32, "weights", has_tail=True), WIDE),
+    (float("inf"), Tile(128, 64, 128, 4, 3, 8, "weights", 2, has_tail=True), WIDE),
+)
+# A depth that is no multiple of DESCRIPTOR_K costs loads by pointer their masks or half the tile.
+UNEVEN_FUSED: Final[Table] = (
+    (12, Tile(16, 64, 128, 4, 6, 1, "weights"), Tile(16, 64, 128, 4, 6, 1, "both")),
+    (24, Tile(32, 64, 128, 4, 6, 1, "weights"), Tile(32, 64, 128, 4, 6, 1, "both")),
+    (64, Tile(64, 64, 128, 4, 3, 1, "both"), NARROW),
+    (160, Tile(128, 64, 128, 4, 3, 1, "both", has_tail=True), replace(WIDE, programs=0)),
+    (float("inf"), Tile(128, 64, 128, 4, 3, 8, "both", 2, has_tail=True), WIDE),
+)
+# Products that run on while data arrive. Two programs of four warps stay on a multiprocessor, or
+# one of eight, whose tiles load less a product: better where the depth leaves few epilogues.
+ASYNC: Final = Tile(128, 64, 128, 4, 3, 1, "async", 2)
+ASYNC_WIDE: Final = Tile(128, 128, 128, 8, 4, 8, "async", 1)
+ASYNC_TAIL: Final = replace(ASYNC_WIDE, group_m=1, has_tail=True)
+ASYNC_DOWN: Final = Tile(128, 128, 128, 4, 3, 8, "async", 2, has_tail=True)
+ASYNC_WIDE_DOWN: Final = Tile(128, 256, 128, 8, 4, 8, "async", 1)
+# Up to so many rows the tokens' codes, K times as many in expert order, cost what is gained.
+FEW_ASYNC_ROWS: Final = 100
+ASYNC_FUSED: Final[Table] = (
+    FUSED[0],
+    (FEW_ASYNC_ROWS, *FUSED[1][1:]),
+    (400, ASYNC_TAIL, ASYNC_DOWN),
+    (float("inf"), ASYNC, ASYNC_DOWN),
+)
+DEEP: Final = 4096
+DEEP_ASYNC_FUSED: Final[Table] = (
+    FUSED[0],
+    (FEW_ASYNC_ROWS, ASYNC_TAIL, replace(ASYNC_DOWN, group_m=1)),
+    (float("inf"), ASYNC_WIDE, ASYNC_WIDE_DOWN),
+)
+UNEVEN_ASYNC_FUSED: Final[Table] = (
+    *UNEVEN_FUSED[:3],
+    (FEW_ASYNC_ROWS, *UNEVEN_FUSED[3][1:]),
+    (float("inf"), ASYNC_WIDE, ASYNC_WIDE_DOWN),
+)
+
+
+def is_uneven(up: Product, down: Product) -> bool:
+    """Say whether a depth is no multiple of DESCRIPTOR_K."""
+    return bool(up.depth % DESCRIPTOR_K or down.depth % DESCRIPTOR_K)
+
+
+def fused_table(up: Product, down: Product, *, is_async: bool) -> Table:
+    """Return the table of a layer's sizes.
+
+    is_async: for a device and a Triton that have the kernels of loads "async".
+    """
+    if is_uneven(up, down):
+        return UNEVEN_ASYNC_FUSED if is_async else UNEVEN_FUSED
+    if is_async:
+        return DEEP_ASYNC_FUSED if up.depth >= DEEP else ASYNC_FUSED
+    return FEW_EXPERTS_FUSED if up.experts <= FEW_EXPERTS else FUSED
