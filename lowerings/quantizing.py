@@ -9,7 +9,13 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import let_next_start, wait_for_earlier
-from .tile_math import encode, magnitude_bits, scale_of
+from .tile_math import encode, encode_by_maximum, magnitude_bits, scale_of
+
+
+@triton.jit
+def is_narrow(ptr) -> tl.constexpr:
+    """Say whether a pointer is one to bf16 or fp16."""
+    return tl.constexpr(ptr.dtype.element_ty.primitive_bitwidth == 16)
 
 
 @triton.jit
@@ -44,9 +50,10 @@ def spread_kernel(
     x = tl.load(x_ptrs, mask=is_inside, other=0.0).to(tl.float32)
     if QUANT == "token":
         scale = scale_of(tl.max(magnitude_bits(x), axis=1))[:, None]
+        codes = encode_by_maximum(x, scale, is_narrow(x_ptr))
     else:
         scale = tl.load(given_ptr) + tl.zeros((ROWS, 1), tl.float32)
-    codes = encode(x, scale)
+        codes = encode(x, scale)
     for slot in tl.static_range(TOP_K):
         contribution = row * TOP_K + slot
         is_live = tl.load(local_ptr + contribution, mask=row_mask, other=-1) >= 0
@@ -87,6 +94,8 @@ def requantize_kernel(
     if QUANT == "token":
         scale = scale_of(tl.max(magnitude_bits(x), axis=1))[:, None]
         tl.store(scale_out_ptr + row[:, None], scale, mask=row_mask[:, None])
+        codes = encode_by_maximum(x, scale, is_narrow(x_ptr))
     else:
         scale = tl.load(given_ptr) + tl.zeros((ROWS, 1), tl.float32)
-    tl.store(codes_ptr + at, encode(x, scale), mask=is_inside)
+        codes = encode(x, scale)
+    tl.store(codes_ptr + at, codes, mask=is_inside)

@@ -12,6 +12,9 @@ import triton.language as tl
 
 # Adding and subtracting 1.5 * 2**23 rounds |x| < 2**22 to an integer, halves to even.
 ROUND_MAGIC = tl.constexpr(12582912.0)
+# Bits of 2**-100 and 2**100.
+LEAST_USUAL = tl.constexpr(27 << 23)
+MOST_USUAL = tl.constexpr(227 << 23)
 LOG2_E = tl.constexpr(1.4426950408889634)
 MINUS_LN2_HIGH = tl.constexpr(-0.693145751953125)
 MINUS_LN2_LOW = tl.constexpr(-1.42860682030941723212e-6)
@@ -56,6 +59,30 @@ def encode(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     quotient = tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
     code = (quotient + ROUND_MAGIC).to(tl.int32, bitcast=True)
     return tl.where(quotient == quotient, code, 0).to(tl.int8)
+
+
+@triton.jit
+def encode_by_maximum(x: tl.tensor, scale: tl.tensor, NARROW: tl.constexpr) -> tl.tensor:
+    """Return int8 codes of rows by scale_of their own greatest magnitudes, as encode gives them.
+
+    NARROW: x are values of bf16 or fp16. Then nothing has to be cut, and one Markstein step is
+    enough: it gives encode's code for every pair of a value's and a maximum's significand
+    (tests/test_lowerings_codes.py goes through them). Rows that are not finite, or so far from 1
+    that a step leaves the normal numbers, take the other way, with all of their program's.
+    """
+    codes = tl.zeros(x.shape, tl.int8)
+    is_usual = NARROW
+    if NARROW:
+        bits = scale.to(tl.int32, bitcast=True)
+        is_usual = (tl.min(bits) >= LEAST_USUAL) & (tl.max(bits) <= MOST_USUAL)
+    if is_usual:
+        reciprocal = tl.div_rn(1.0, scale)
+        quotient = x * reciprocal
+        quotient = tl.fma(tl.fma(-quotient, scale, x), reciprocal, quotient)
+        codes = (quotient + ROUND_MAGIC).to(tl.int32, bitcast=True).to(tl.int8)
+    else:
+        codes = encode(x, scale)
+    return codes
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Tiles of the "fused" variant by rows an expert, as measured; host only, needs no GPU.
 
 An H200, over the shapes of benchmarks/shapes.py: (rows an expert gets on average, at most, tiles of
-both products), rising. From benchmarks/sweep_tiles.py --fused and, for loads "async",
-benchmarks/sweep_wgmma.py.
+both products), rising. From benchmarks/sweep_tiles.py --fused and, for loads "async", earlier forms
+of benchmarks/bench_experts.py --variants.
 """
 
 from __future__ import annotations
@@ -40,30 +40,32 @@ UNEVEN_FUSED: Final[Table] = (
     (float("inf"), Tile(128, 64, 128, 4, 3, 8, "both", 2, has_tail=True), WIDE),
 )
 # Products that run on while data arrive. Two programs of four warps stay on a multiprocessor, or
-# one of eight, whose tiles load less a product: better where the depth leaves few epilogues.
-ASYNC: Final = Tile(128, 64, 128, 4, 3, 1, "async", 2)
-ASYNC_WIDE: Final = Tile(128, 128, 128, 8, 4, 8, "async", 1)
-ASYNC_TAIL: Final = replace(ASYNC_WIDE, group_m=1, has_tail=True)
+# one of eight, whose tiles load less a product: better where a deep product leaves few epilogues.
+ASYNC: Final = Tile(128, 64, 128, 4, 3, 8, "async", 2)
 ASYNC_DOWN: Final = Tile(128, 128, 128, 4, 3, 8, "async", 2, has_tail=True)
+ASYNC_WIDE: Final = Tile(128, 128, 128, 8, 4, 8, "async", 1)
 ASYNC_WIDE_DOWN: Final = Tile(128, 256, 128, 8, 4, 8, "async", 1)
-# Up to so many rows the tokens' codes, K times as many in expert order, cost what is gained.
-FEW_ASYNC_ROWS: Final = 100
+ASYNC_TAIL: Final = replace(ASYNC_WIDE, group_m=1, has_tail=True)
+ASYNC_PAIRS: Final = (
+    (ASYNC, ASYNC_DOWN),
+    (ASYNC_TAIL, ASYNC_DOWN),
+    (ASYNC_WIDE, ASYNC_WIDE_DOWN),
+)
 ASYNC_FUSED: Final[Table] = (
     FUSED[0],
-    (FEW_ASYNC_ROWS, *FUSED[1][1:]),
-    (400, ASYNC_TAIL, ASYNC_DOWN),
+    (200, ASYNC_TAIL, ASYNC_DOWN),
     (float("inf"), ASYNC, ASYNC_DOWN),
 )
 DEEP: Final = 4096
 DEEP_ASYNC_FUSED: Final[Table] = (
     FUSED[0],
-    (FEW_ASYNC_ROWS, ASYNC_TAIL, replace(ASYNC_DOWN, group_m=1)),
+    (100, ASYNC_TAIL, ASYNC_WIDE_DOWN),
     (float("inf"), ASYNC_WIDE, ASYNC_WIDE_DOWN),
 )
 UNEVEN_ASYNC_FUSED: Final[Table] = (
     *UNEVEN_FUSED[:3],
-    (FEW_ASYNC_ROWS, *UNEVEN_FUSED[3][1:]),
-    (float("inf"), ASYNC_WIDE, ASYNC_WIDE_DOWN),
+    (200, *UNEVEN_FUSED[3][1:]),
+    (float("inf"), ASYNC, ASYNC_DOWN),
 )
 
 

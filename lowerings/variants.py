@@ -270,8 +270,8 @@ def _fused(up: Product, down: Product, default: Variant) -> Iterator[Variant]:
             yield Variant("fused", replace(tail, loads="weights"), replace(second, has_tail=True))
             large = Tile(block_m, 128, 128, 8, 4, group, "both", 1)
             yield Variant("fused", large, replace(wide, num_stages=4))
-            yield Variant("fused", variant_tables.ASYNC, variant_tables.ASYNC_DOWN)
-            yield Variant("fused", variant_tables.ASYNC_TAIL, variant_tables.ASYNC_WIDE_DOWN)
+            for pair in variant_tables.ASYNC_PAIRS:
+                yield Variant("fused", *pair)
             yield Variant("fused", first, replace(wide, is_flat=True))
 
 

@@ -47,7 +47,7 @@ def main() -> None:
 def run_variants() -> None:
     """Run every variant of a small layer with few and with many tokens."""
     for T, word in ((2, "token"), (2, "static"), (2, "none"), (300, "token")):
-        case = problem(9, T=T, H=512, I=256, E=8, K=2)
+        case = problem(9, T=T, H=512, I=384, E=8, K=2)
         there = with_scheme(case, word).to("cuda")
         expected = run_apart(there)
         for variant in found(there):

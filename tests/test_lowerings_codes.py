@@ -1,15 +1,20 @@
-"""Codes become floats exactly: the packed instructions carried out here, and on a GPU."""
+"""Codes and floats of one another, exactly: instructions carried out here, and on a GPU."""
 
 from __future__ import annotations
 
 import inspect
 import re
+from fractions import Fraction
 
 import pytest
 import torch
 from code_values import converted
+from support import problem
 
-from int8moe_compile.lowerings import tile_math, tiles
+from int8moe_compile.lowerings import tile_math, tiles, variant_rows
+from int8moe_compile.lowerings.eager_variants import EagerHost
+from int8moe_compile.ops import quantize
+from int8moe_compile.ops.arguments import ExpertsArguments
 from int8moe_compile.oracle import DeviceFacts
 
 WORD = 0xFFFFFFFF
@@ -93,3 +98,61 @@ def test_where_codes_are_packed() -> None:
     assert not packs("sm_90", (9, 0), 1) and not packs("sm_90", (9, 0), 4)
     assert not tiles.packs_codes(DeviceFacts("cpu"), 2)
     assert not tiles.packs_codes(DeviceFacts("cuda"), 2)
+
+
+def rounded(value: Fraction) -> Fraction:
+    """Return the fp32 number next to a value of usual magnitude, halves to even."""
+    if value == 0:
+        return value
+    exponent = 0
+    while abs(value) * Fraction(2) ** exponent >= 1 << 24:
+        exponent -= 1
+    while abs(value) * Fraction(2) ** exponent < 1 << 23:
+        exponent += 1
+    return Fraction(round(value * Fraction(2) ** exponent)) / Fraction(2) ** exponent
+
+
+@pytest.mark.parametrize(("bits", "ties"), [(8, 255), (11, 2057)])
+def test_one_step_gives_the_code_of_the_ieee_quotient(bits: int, ties: int) -> None:
+    """For every significand of a value and of its row's maximum: encode_by_maximum is encode.
+
+    A quotient is far from where codes change but for a few, which exact arithmetic goes through.
+    From nine powers of two below the maximum on, codes are 0 or next to it by a wide margin.
+    """
+    significands = torch.arange(1 << (bits - 1), 1 << bits, dtype=torch.float64)
+    found = 0
+    for power in range(10):
+        value, maximum = significands[:, None] * 2.0**-power, significands[None, :]
+        quotient = 127 * value / maximum
+        is_near = (quotient - quotient.floor() - 0.5).abs() < 2e-5
+        is_near &= (value <= maximum) | (power > 0)
+        for row, column in is_near.nonzero().tolist():
+            found += 1
+            x, amax = Fraction(float(value[row, 0])), Fraction(float(maximum[0, column]))
+            scale = rounded(amax / 127)
+            reciprocal = rounded(1 / scale)
+            first = rounded(x * reciprocal)
+            step = rounded(first + rounded(x - first * scale) * reciprocal)
+            assert round(step) == round(rounded(x / scale)), (x, amax)
+    assert found == ties
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_of_every_significand_and_maximum(dtype: torch.dtype) -> None:
+    """Rows whose maximum is one of a binade, or far from 1, or not finite, hold all values."""
+    bits, powers = (8, 10) if dtype == torch.bfloat16 else (11, 7)
+    some = torch.arange(1 << (bits - 1), 1 << bits, dtype=torch.float64) / (1 << (bits - 1))
+    values = torch.cat([some * 2.0**-power for power in range(powers)])
+    values = torch.cat([values, -values])[None, :]
+    x = torch.maximum(torch.minimum(values, some[:, None]), -some[:, None])
+    x[:, 0] = some
+    far = [2.0**-110, 2.0**110, 2.0**-130] if dtype == torch.bfloat16 else [2.0**-12, 2.0**14]
+    x = torch.cat([x, *(x[-2:] * factor for factor in far), x[:3]]).to(dtype)
+    x[-3, 5], x[-2, 5], x[-1] = float("nan"), float("inf"), 0.0
+    host = EagerHost(ExpertsArguments(*problem().to("cuda").args))
+    codes, scale, _ = variant_rows.codes(host, x.to("cuda"), None)
+    expected, expected_scale = quantize.quantize_activations(x, "token", None)
+    assert torch.equal(codes.cpu(), expected)
+    assert torch.equal(scale.cpu().nan_to_num(7.0), expected_scale.flatten().nan_to_num(7.0))

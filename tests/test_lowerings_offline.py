@@ -84,25 +84,23 @@ ASYNC_CALLS: dict[str, dict[str, Any]] = {
     "silu": {"alpha": 1.0, "beta": 0.0, "limit": None, "w13_bias": None, "w2_bias": None},
     "gpt-oss": {},
     "static": {"activation_quant": "static", "a13_scale": ONE, "a2_scale": ONE},
+    "fp32": {"hidden_states": torch.empty(4096, 512)},
     "not gated": {"gated": False, "activation": "relu2", "limit": None, "beta": 0.0},
-}
-ASYNC_TILES = {
-    "narrow": (variant_tables.ASYNC, variant_tables.ASYNC_DOWN),
-    "tail": (variant_tables.ASYNC_TAIL, variant_tables.ASYNC_WIDE_DOWN),
-    "wide": (variant_tables.ASYNC_WIDE, variant_tables.ASYNC_WIDE_DOWN),
 }
 
 
 @pytest.mark.parametrize("name", ASYNC_CALLS)
-@pytest.mark.parametrize("tile_names", ASYNC_TILES)
-def test_asynchronous_products_keep_one_in_flight(name: str, tile_names: str) -> None:
+@pytest.mark.parametrize("tiles_of_both", variant_tables.ASYNC_PAIRS)
+def test_asynchronous_products_keep_one_in_flight(
+    name: str, tiles_of_both: tuple[tiles.Tile, tiles.Tile]
+) -> None:
     """A wait for all of them comes once a tile, in the loop one goes on."""
     case = call(4096, I=512)._replace(**ASYNC_CALLS[name])
-    up, down = ASYNC_TILES[tile_names]
+    up, down = tiles_of_both
     panels = 2 if case.gated else 1
     if not case.gated:
-        case = case._replace(w13=case.w13[:, :512], w13_scale=case.w13_scale[:, :512])
-        case = case._replace(w13_bias=None)
+        case = case._replace(w13=torch.empty(8, 512, 512, dtype=torch.int8))
+        case = case._replace(w13_scale=torch.empty(8, 512), w13_bias=None)
         up = dataclasses.replace(up, block_n=2 * up.block_n)
     with variants.forced(variants.Variant("fused", up, down)):
         launches = offline.record(case, "sm_90")
@@ -117,7 +115,9 @@ def test_asynchronous_products_keep_one_in_flight(name: str, tile_names: str) ->
         assert sorted(waits) == ["0"] * parts + ["1"] * parts
         product = tiles.Product(16384, 8, 512, 512, n)
         shared = tiles.shared_memory(tile, product, offline.facts_of("sm_90"))
-        assert compiled.metadata.shared == shared
+        # fp32 is stored by the threads that computed it.
+        exchange = 1024 * tile.num_warps if name == "fp32" else 0
+        assert compiled.metadata.shared == shared - exchange
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
