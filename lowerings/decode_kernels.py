@@ -70,7 +70,9 @@ def row_sums(
     else:
         k = tl.arange(0, BLOCK_K)[None, None, :]
         mask = is_live & (k < depth)
-        w = tl.load(w_rows + k, mask, other=0, eviction_policy="evict_first")
+        # By eight, as many as of a in 16 bytes: with 16 the floats of w would change threads.
+        w_ptrs = tl.multiple_of(w_rows + k, (1, 1, 8))
+        w = tl.load(w_ptrs, mask, other=0, eviction_policy="evict_first")
         wait_for_earlier(PDL)
         let_next_start(PDL)
         a = tl.load(a_rows + k, mask, other=0.0)
