@@ -21,7 +21,7 @@ from shapes import SHAPES, Shape, shape_named
 from sweep_tiles import arguments
 from torch.profiler import ProfilerActivity, profile
 
-from int8moe_compile.lowerings import eager, variants
+from int8moe_compile.lowerings import eager, tiles, variants
 from int8moe_compile.lowerings.variants import Variant
 from int8moe_compile.ops.arguments import ExpertsArguments
 
@@ -37,7 +37,7 @@ def sweep(shape: Shape, call: ExpertsArguments) -> Iterator[Variant]:
     own = variants._decode(*eager.layer_products(call))
     assert own is not None, "too many contributions for decode"
     yield own
-    slots = variants.whole_slots(shape.top_k)
+    slots = tiles.whole_slots(shape.top_k)
     for columns, warps in TILES:
         up_words = 2 * columns * own.up.block_k // 4 // (32 * warps)
         down_words = slots * columns * own.down.block_k // 4 // (32 * warps)

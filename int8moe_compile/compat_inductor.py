@@ -17,7 +17,8 @@ def order_reloads() -> None:
 
     Inductor keeps a value from one loop of a kernel to the next in memory; torch 2.11 to 2.13 put
     no barrier between, and threads read there what others wrote: the rows of a norm behind the sum
-    over experts came out wrong on an H200. Removable with torch 2.13 (pytorch/pytorch#190517).
+    over experts came out wrong on an H200. Removable when 2.13 is no longer supported, as 2.14 has
+    that barrier (pytorch/pytorch#190517).
     """
     if torch.__version__ >= "2.14":
         return

@@ -25,7 +25,7 @@ KERNELS: Final[dict[str, str]] = {
 # The same for int8moe::humming_experts; imports humming-kernels.
 HUMMING_KERNEL: Final = "int8moe_compile.lowerings.humming:experts"
 
-# The same for int8moe::wgmma_up and wgmma_down, which take tensors of a layer half computed.
+# The same for int8moe::_wgmma_up and _wgmma_down, which take tensors of a layer half computed.
 PRODUCT_KERNELS: Final[dict[str, str]] = {
     "up": "int8moe_compile.lowerings.wgmma:launch_up",
     "down": "int8moe_compile.lowerings.wgmma:launch_down",

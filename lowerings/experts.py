@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
 from torch._inductor import lowering
 
+from ..compat_inductor import order_reloads
 from ..ops.arguments import ExpertsArguments
 from . import cpu_layer
 
 
 def register() -> None:
-    """Put the lowering into Inductor's table."""
+    """Put the lowering into Inductor's table, and right what it would generate for CUDA."""
+    if importlib.util.find_spec("triton") is not None:
+        order_reloads()
     overload = torch.ops.int8moe.experts.default
     lowering.register_lowering(overload, type_promotion_kind=None)(lower)
 

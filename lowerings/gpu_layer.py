@@ -15,7 +15,6 @@ import torch
 from torch._inductor import config, ir, lowering
 from torch._inductor.virtualized import V
 
-from ..compat_inductor import order_reloads
 from ..ops.arguments import with_finite_limit
 from ..oracle import DeviceFacts
 from . import bench_inputs, gpu_variants, row_ir, templates, tiles, variant_layers, variants
@@ -47,7 +46,6 @@ class Layer:
 
 def lower(call: Any) -> ir.TensorBox:
     """Lower one call on a CUDA device to loop IR and launches, by the kernels of its size."""
-    order_reloads()
     call = with_finite_limit(call)
     hidden = call.hidden_states
     dtype = result_dtype(call)

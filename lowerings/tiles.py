@@ -280,3 +280,13 @@ def row_block(rows: int, columns: int) -> RowBlock:
     while height > 1 and rows < 512 * height:
         height //= 2
     return RowBlock(height, width, max(1, min(8, width * height // 512)))
+
+
+def whole_row(depth: int) -> int:
+    """Return the block that holds a row."""
+    return max(32, 1 << (depth - 1).bit_length())
+
+
+def whole_slots(top_k: int) -> int:
+    """Return the block that holds a token's slots."""
+    return 1 << (top_k - 1).bit_length()

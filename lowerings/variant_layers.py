@@ -204,7 +204,7 @@ def second_product(
     if tile.loads == "async":
         from . import wgmma
 
-        return wgmma.second_product(host, plan, codes, scale, tile)
+        return wgmma.second_product(host, plan, codes, scale, is_per_row, tile)
     call = host.call
     tokens, top_k = host.size(call.topk_ids)
     experts, width, depth = host.size(call.w2)
@@ -334,7 +334,7 @@ def _decode_down(
         # The routing is older: the first product has waited for it.
         "IS_OLD": host.is_old(call.w2),
         "TOP_K": top_k,
-        "SLOTS": variants.whole_slots(top_k),
+        "SLOTS": tiles.whole_slots(top_k),
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
     }

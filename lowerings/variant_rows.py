@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from . import quantizing, tiles, variants
+from . import quantizing, tiles
 from .tiles import Tile
 
 # Of many rows a program takes so many elements, 32 a thread or more, as each thread computes its
@@ -31,7 +31,7 @@ def spread(host: Any, plan: Any) -> Any:
     codes = host.empty(tokens * top_k, columns, dtype=torch.int8)
     scale = host.empty(tokens * top_k, dtype=torch.float32) if is_token else call.a13_scale
     stride_xr, stride_xc = host.strides(call.hidden_states)
-    block = variants.whole_row(columns)
+    block = tiles.whole_row(columns)
     height = max(1, tiles.ROW_ELEMENTS // block)
     arguments = {
         "codes_ptr": codes,
@@ -57,7 +57,7 @@ def spread(host: Any, plan: Any) -> Any:
 def requantize(host: Any, middle: Any, codes: Any, scale: Any, live: Any | None) -> None:
     """Quantise the intermediate in a launch of its own."""
     rows, columns = host.size(middle)
-    block = variants.whole_row(columns)
+    block = tiles.whole_row(columns)
     height, warps = 1, max(1, min(8, block // 512))
     if live is not None:
         height = max(1, MANY_ROWS_ELEMENTS // block)

@@ -46,6 +46,8 @@ ASYNC_DOWN: Final = Tile(128, 128, 128, 4, 3, 8, "async", 2, has_tail=True)
 ASYNC_WIDE: Final = Tile(128, 128, 128, 8, 4, 8, "async", 1)
 ASYNC_WIDE_DOWN: Final = Tile(128, 256, 128, 8, 4, 8, "async", 1)
 ASYNC_TAIL: Final = replace(ASYNC_WIDE, group_m=1, has_tail=True)
+# Shallower layers than those measured (from 768 on) by half at most.
+LEAST_ASYNC_DEPTH: Final = 384
 ASYNC_PAIRS: Final = (
     (ASYNC, ASYNC_DOWN),
     (ASYNC_TAIL, ASYNC_DOWN),
@@ -79,6 +81,7 @@ def fused_table(up: Product, down: Product, *, is_async: bool) -> Table:
 
     is_async: for a device and a Triton that have the kernels of loads "async".
     """
+    is_async = is_async and min(up.depth, down.depth) >= LEAST_ASYNC_DEPTH
     if is_uneven(up, down):
         return UNEVEN_ASYNC_FUSED if is_async else UNEVEN_FUSED
     if is_async:

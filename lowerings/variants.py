@@ -38,11 +38,11 @@ EVERY_SIZE: Final = (1 << 31) - 1
 # gain 1 to 2 % of a layer at 64 to 1024 tokens, 4 half of that, 8 and more lose.
 EARLY_CONTRIBUTIONS: Final = 8192
 AHEAD_LINES: Final = 2
-# The generation whose tables these are: Hopper.
+# The generation whose tables these are, what the products of loads "async" are made for, and the
+# rows of a group of warps there: Hopper.
 MEASURED_MAJOR: Final = 9
-# What the products of loads "async" are made for, and the least depth: all buffers but one fill.
 ASYNC_CAPABILITY: Final = (9, 0)
-ASYNC_DEPTH: Final = 3 * DESCRIPTOR_K
+GROUP_ROWS: Final = 64
 
 CACHE_KEY: Final = "int8moe_compile.lowerings.variants"
 
@@ -119,7 +119,8 @@ def takes(variant: Variant, up: Product, down: Product, device: DeviceFacts, has
         is_aligned = up.depth % DESCRIPTOR_BYTES == 0 and down.depth % DESCRIPTOR_BYTES == 0
         if tiles.is_rocm(device) or major < 9 or not is_aligned or not has.has_plain_weights:
             return False
-    if "async" in loads and not _has_async(up, down, device):
+    is_filled = _runs_ahead(variant.up, up.depth) and _runs_ahead(variant.down, down.depth)
+    if "async" in loads and not (is_filled and _has_async(device)):
         return False
     if variant.up.is_ordered and (
         has.is_int8_input or has.is_weight_on_input or up.depth > SPREAD_COLUMNS
@@ -148,11 +149,18 @@ def _is_measured(device: DeviceFacts) -> bool:
     return not tiles.is_rocm(device) and (device.capability or (0, 0))[0] == MEASURED_MAJOR
 
 
-def _has_async(up: Product, down: Product, device: DeviceFacts) -> bool:
-    """Say whether tiles of loads "async" compute a layer."""
-    is_deep = min(up.depth, down.depth) >= ASYNC_DEPTH
+def _has_async(device: DeviceFacts) -> bool:
+    """Say whether there are kernels of loads "async"."""
     is_hopper = not tiles.is_rocm(device) and device.capability == ASYNC_CAPABILITY
-    return is_deep and is_hopper and compat_inductor.gluon_compiles()
+    return is_hopper and compat_inductor.gluon_compiles()
+
+
+def _runs_ahead(tile: Tile, depth: int) -> bool:
+    """Say whether a tile is none of loads "async", or one that its kernels compute."""
+    rows = tile.block_m // (2 if tile.has_tail else 1)
+    is_filled = tiles.ceil_div(depth, tile.block_k) >= tile.num_stages - 1
+    is_shaped = rows >= GROUP_ROWS and tile.block_k == DESCRIPTOR_K
+    return tile.loads != "async" or (is_filled and is_shaped)
 
 
 def _measured(
@@ -165,7 +173,7 @@ def _measured(
 
 
 def _fused_table(up: Product, down: Product, device: DeviceFacts, is_async: bool) -> Table:
-    return fused_table(up, down, is_async=is_async and _has_async(up, down, device))
+    return fused_table(up, down, is_async=is_async and _has_async(device))
 
 
 def _measured_fused(
@@ -185,12 +193,15 @@ def _measured_fused(
         # Measured with gate and up side by side.
         first = replace(first, block_n=min(256, 2 * first.block_n))
     variant = Variant("fused", first, second)
-    return variant if _fits(variant, up, down, device) else None
+    if _fits(variant, up, down, device):
+        return variant
+    return _measured_fused(up, down, device, is_async=False) if is_async else None
 
 
 def _fits(variant: Variant, up: Product, down: Product, device: DeviceFacts) -> bool:
-    pairs = ((variant.up, up), (variant.down, down))
-    return all(tiles.shared_memory(t, p, device) <= tiles.limit_of(device) for t, p in pairs)
+    pairs, limit = ((variant.up, up), (variant.down, down)), tiles.limit_of(device)
+    are_small = all(tiles.shared_memory(t, p, device) <= limit for t, p in pairs)
+    return are_small and all(_runs_ahead(t, p.depth) for t, p in pairs)
 
 
 def starts_early(contributions: int, device: DeviceFacts) -> bool:
@@ -201,31 +212,20 @@ def starts_early(contributions: int, device: DeviceFacts) -> bool:
 def lines_ahead(is_early: bool, contributions: Any = 1, experts: int = 0) -> int:
     """Return how many lines of each row of weights a product fetches while it waits.
 
-    contributions, experts: of a product that knows no routing yet and hopes for every expert.
-    """
+    contributions, experts: of one that knows no routing yet."""
     is_likely = isinstance(contributions, int) and contributions >= 2 * experts
     return AHEAD_LINES if is_early and is_likely else 0
-
-
-def whole_row(depth: int) -> int:
-    """Return the block that holds a row."""
-    return max(32, 1 << (depth - 1).bit_length())
-
-
-def whole_slots(top_k: int) -> int:
-    """Return the block that holds a token's slots."""
-    return 1 << (top_k - 1).bit_length()
 
 
 def _decode(up: Product, down: Product) -> Variant | None:
     """Return the variant without routing for as few contributions as it may take."""
     if up.contributions > DECODE_CONTRIBUTIONS:
         return None
-    up_k, down_k = whole_row(up.depth), whole_row(down.depth)
+    up_k, down_k = tiles.whole_row(up.depth), tiles.whole_row(down.depth)
     first = Tile(1, 4 // up.panels, up_k, max(1, min(4, up_k // 1024)), 1)
     # Words of codes for one column of all slots. 128 of them a thread were fastest, in one warp
     # where that holds a column or two; floats take more registers.
-    words = whole_slots(down.top_k) * down_k // 4
+    words = tiles.whole_slots(down.top_k) * down_k // 4
     warps = min(8, max(1, words // DECODE_WORDS) * (4 if down.a_bytes > 1 else 1))
     second = Tile(1, max(1, min(4, DECODE_WORDS // words)), down_k, warps, 1)
     return Variant("decode", first, second)

@@ -1,7 +1,7 @@
 """Launch the products of wgmma_kernels.py, which graphs call as operators.
 
 T tokens, H hidden, I intermediate, E local experts, K experts per token. Inductor holds the text of
-a user's Triton kernels and compiles it; Gluon it does not know, so a graph calls int8moe::wgmma_up
+a user's Triton kernels and compiles it; Gluon it does not know, so a graph calls int8moe::_wgmma_up
 and wgmma_down, of which these are the kernels. Eager calls take the same way.
 """
 
@@ -25,14 +25,14 @@ SWIZZLE_BYTES: Final = 128
 def first_product(host: Any, plan: Any, rows: Any, tile: Tile) -> Any:
     """Launch the first product; returns its result [T*K, I] by position: codes by a given scale."""
     call = host.call
-    values, scale, _ = rows
+    values, scale, is_per_row = rows
     tokens, top_k = host.size(call.topk_ids)
     experts, w_rows, _ = host.size(call.w13)
     width = w_rows // 2 if call.gated else w_rows
     is_static = call.activation_quant == "static"
     out = host.empty(tokens * top_k, width, dtype=torch.int8 if is_static else host.dtype)
     host.operate(
-        torch.ops.int8moe.wgmma_up.default,
+        torch.ops.int8moe._wgmma_up.default,
         out,
         values,
         scale,
@@ -41,6 +41,7 @@ def first_product(host: Any, plan: Any, rows: Any, tile: Tile) -> Any:
         None if call.w13_bias is None else host.contiguous(call.w13_bias),
         plan.tiles,
         call.a2_scale if is_static else None,
+        is_per_row,
         str(host.dtype).removeprefix("torch."),
         call.activation,
         float(call.alpha),
@@ -53,14 +54,16 @@ def first_product(host: Any, plan: Any, rows: Any, tile: Tile) -> Any:
     return out
 
 
-def second_product(host: Any, plan: Any, codes: Any, scale: Any, tile: Tile) -> Any:
+def second_product(
+    host: Any, plan: Any, codes: Any, scale: Any, is_per_row: bool, tile: Tile
+) -> Any:
     """Launch the second product; returns [T*K, H] by contribution."""
     call = host.call
     tokens, top_k = host.size(call.topk_ids)
     experts, width, _ = host.size(call.w2)
     parts = host.empty(tokens * top_k, width, dtype=host.dtype)
     host.operate(
-        torch.ops.int8moe.wgmma_down.default,
+        torch.ops.int8moe._wgmma_down.default,
         parts,
         codes,
         scale,
@@ -70,6 +73,7 @@ def second_product(host: Any, plan: Any, codes: Any, scale: Any, tile: Tile) -> 
         plan.tiles,
         plan.order,
         call.topk_weights,
+        is_per_row,
         not call.apply_router_weight_on_input,
         variant_layers.programs_of(host, tokens * top_k, experts, width, tile),
         _numbers(tile),
@@ -94,16 +98,48 @@ def _described(x: Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, block, layout)
 
 
-def _operands(rows: Tensor, w: Tensor, panels: int, blocks: dict[str, int]) -> dict[str, Any]:
+def _operands(
+    out: Tensor, rows: Tensor, w: Tensor, panels: int, blocks: dict[str, int]
+) -> dict[str, Any]:
     """Return the descriptors of rows [T*K, depth] and weights [E * panels, width, depth]."""
     depth, block_k = w.shape[2], blocks["BLOCK_K"]
     w = w.view(-1, w.shape[1] // panels, depth)
+    wanted = (len(rows), depth), (len(rows), w.shape[1])
+    if (tuple(rows.shape), tuple(out.shape)) != wanted:
+        found = tuple(rows.shape), tuple(out.shape)
+        raise ValueError(f"rows, out: wanted the shapes {wanted}, got {found}")
     return {
         "a": _described(rows, [blocks["BLOCK_M"], block_k]),
         "w": _described(w, [panels, blocks["BLOCK_N"], block_k]),
         "steps": tiles.ceil_div(depth, block_k),
         "width": w.shape[1],
     }
+
+
+# Launches that were prepared although none was due, by everything that a kernel is compiled for.
+_prepared: set[tuple[Any, ...]] = set()
+
+
+def _launch(kernel: Any, programs: int, **arguments: Any) -> None:
+    """Launch a kernel; where no program is due, have it compiled and loaded, once.
+
+    A graph of any size calls what it does not want now, and may be recorded when it does.
+    """
+    if programs > 0:
+        kernel[(programs,)](**arguments)
+        return
+    held = ((name, _specialised(value)) for name, value in sorted(arguments.items()))
+    key = (kernel.__name__, arguments["out_ptr"].device, *held)
+    if key not in _prepared:
+        _prepared.add(key)
+        kernel.run(grid=(1,), warmup=True, **arguments).run  # noqa: B018 - the property loads it
+
+
+def _specialised(value: Any) -> Any:
+    """Return what of an argument a kernel is compiled for; strides and sizes count as they are."""
+    if isinstance(value, Tensor):
+        return value.dtype
+    return tuple(value.block_shape) if isinstance(value, TensorDescriptor) else value
 
 
 def launch_up(
@@ -115,6 +151,7 @@ def launch_up(
     bias: Tensor | None,
     tile_list: Tensor,
     code_scale: Tensor | None,
+    is_per_row: bool,
     dtype: str,
     activation: str,
     alpha: float,
@@ -126,21 +163,21 @@ def launch_up(
 ) -> None:
     """Write the first product of rows [T*K, H] in expert order into out [T*K, I].
 
-    scale: one for each row, or one. dtype: what the result is rounded to, before code_scale
-    quantises it. programs: how many to launch; with 0 nothing is. tile: as _numbers has it.
+    scale: one for each row if is_per_row, else one. dtype: what the result is rounded to, before
+    code_scale quantises it. programs: how many to launch. tile: as _numbers has it.
     """
-    if programs == 0:
-        return
     blocks = _blocks(tile)
     with device_of(out):
-        wgmma_kernels.wgmma_up_kernel[(programs,)](
+        _launch(
+            wgmma_kernels.wgmma_up_kernel,
+            programs,
             out_ptr=out,
             code_scale_ptr=code_scale,
             a_scale_ptr=scale,
             w_scale_ptr=w_scale,
             bias_ptr=bias,
             tiles_ptr=tile_list,
-            **_operands(rows, w, 2 if gated else 1, blocks),
+            **_operands(out, rows, w, 2 if gated else 1, blocks),
             ALPHA=alpha,
             BETA=beta,
             LIMIT=0.0 if limit is None else limit,
@@ -148,7 +185,7 @@ def launch_up(
             GATED=gated,
             HAS_BIAS=bias is not None,
             HAS_LIMIT=limit is not None,
-            HAS_ROW_SCALE=code_scale is None,
+            HAS_ROW_SCALE=is_per_row,
             SCALE_COLUMNS=scale_columns(w_scale.shape[1], w.shape[1]),
             DTYPE=dtype,
             IS_STATIC=code_scale is not None,
@@ -166,17 +203,18 @@ def launch_down(
     tile_list: Tensor,
     order: Tensor,
     topk_weights: Tensor,
+    is_per_row: bool,
     is_weighted: bool,
     programs: int,
     tile: list[int],
 ) -> None:
     """Write the second product of rows [T*K, I] by position into out [T*K, H] by contribution."""
-    if programs == 0:
-        return
     blocks = _blocks(tile)
     stride_rt, stride_rk = topk_weights.stride()
     with device_of(out):
-        wgmma_kernels.wgmma_down_kernel[(programs,)](
+        _launch(
+            wgmma_kernels.wgmma_down_kernel,
+            programs,
             out_ptr=out,
             a_scale_ptr=scale,
             w_scale_ptr=w_scale,
@@ -184,13 +222,13 @@ def launch_down(
             weights_ptr=topk_weights,
             order_ptr=order,
             tiles_ptr=tile_list,
-            **_operands(rows, w, 1, blocks),
+            **_operands(out, rows, w, 1, blocks),
             stride_rt=stride_rt,
             stride_rk=stride_rk,
             TOP_K=topk_weights.shape[1],
             HAS_BIAS=bias is not None,
             HAS_ROUTER_WEIGHT=is_weighted,
-            HAS_ROW_SCALE=scale.numel() > 1,
+            HAS_ROW_SCALE=is_per_row,
             SCALE_COLUMNS=scale_columns(w_scale.shape[1], w.shape[1]),
             **blocks,
         )

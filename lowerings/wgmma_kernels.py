@@ -185,7 +185,7 @@ def wgmma_up_kernel(
     SCALE_COLUMNS: gl.constexpr,
     DTYPE: gl.constexpr,  # name of the result dtype
     IS_STATIC: gl.constexpr,
-    PARTS: gl.constexpr,  # 2: tiles of at most BM / 2 rows are multiplied as half ones
+    PARTS: gl.constexpr,  # 2: of tiles of at most BM / 2 rows half is multiplied, though all read
     STAGES: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,

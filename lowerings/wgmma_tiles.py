@@ -128,7 +128,8 @@ def tile_sums(
         rows = a_buffers.index(slot).slice(0, ROWS, 0)
         codes = w_buffers.index(slot).reshape((COLUMNS, BLOCK_K)).permute((1, 0))
         acc = warpgroup_mma(rows, codes, acc, is_async=True)
-        # The product before has ended then, and its buffer is free.
+        # The product before has ended then, and its buffer is free: for these warps. Triton puts
+        # a barrier of all before the load that fills it (a test reads the assembly).
         acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
         if next_step == steps:
             next_step = 0

@@ -167,8 +167,8 @@ def _wgmma_down_kernel(*args: Any) -> None:
     registry.product_kernel("down")(*args)
 
 
-_library.impl("wgmma_up", _wgmma_up_kernel, "CUDA")
-_library.impl("wgmma_down", _wgmma_down_kernel, "CUDA")
+_library.impl("_wgmma_up", _wgmma_up_kernel, "CUDA")
+_library.impl("_wgmma_down", _wgmma_down_kernel, "CUDA")
 for _device in ("CPU", "CUDA"):
     _library.impl("experts", _experts_kernel, _device)
     _library.impl("humming_experts", _humming_kernel, _device)
@@ -183,5 +183,5 @@ torch.library.register_fake("int8moe::experts", fake.experts, lib=_library)
 torch.library.register_fake("int8moe::humming_experts", fake.humming_experts, lib=_library)
 torch.library.register_fake("int8moe::dequantize", fake.dequantize, lib=_library)
 torch.library.register_fake("int8moe::no_backward", fake.no_backward, lib=_library)
-torch.library.register_fake("int8moe::wgmma_up", fake.product, lib=_library)
-torch.library.register_fake("int8moe::wgmma_down", fake.product, lib=_library)
+torch.library.register_fake("int8moe::_wgmma_up", fake.product, lib=_library)
+torch.library.register_fake("int8moe::_wgmma_down", fake.product, lib=_library)

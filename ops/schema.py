@@ -20,16 +20,16 @@ DEQUANTIZE: Final = (
 )
 # The same arguments and meaning, run by humming-kernels; see ops/humming.py for what it refuses.
 HUMMING_EXPERTS: Final = f"humming_{EXPERTS}"
-# Products of lowerings/wgmma.py, for graphs, which cannot hold kernels of their language.
+# Internal: products of lowerings/wgmma.py, for graphs, which cannot hold kernels of their language.
 WGMMA_UP: Final = (
-    "wgmma_up(Tensor(a!) out, Tensor rows, Tensor scale, Tensor w, Tensor w_scale, Tensor? bias, "
-    "Tensor tiles, Tensor? code_scale, str dtype, str activation, float alpha, float beta, "
-    "float? limit, bool gated, SymInt programs, int[] tile) -> ()"
+    "_wgmma_up(Tensor(a!) out, Tensor rows, Tensor scale, Tensor w, Tensor w_scale, Tensor? bias, "
+    "Tensor tiles, Tensor? code_scale, bool is_per_row, str dtype, str activation, float alpha, "
+    "float beta, float? limit, bool gated, SymInt programs, int[] tile) -> ()"
 )
 WGMMA_DOWN: Final = (
-    "wgmma_down(Tensor(a!) out, Tensor rows, Tensor scale, Tensor w, Tensor w_scale, Tensor? bias, "
-    "Tensor tiles, Tensor order, Tensor topk_weights, bool is_weighted, SymInt programs, "
-    "int[] tile) -> ()"
+    "_wgmma_down(Tensor(a!) out, Tensor rows, Tensor scale, Tensor w, Tensor w_scale, "
+    "Tensor? bias, Tensor tiles, Tensor order, Tensor topk_weights, bool is_per_row, "
+    "bool is_weighted, SymInt programs, int[] tile) -> ()"
 )
 NO_BACKWARD: Final = "no_backward(Tensor grad) -> Tensor"
 

@@ -111,7 +111,7 @@ def test_the_tables_serve_every_size_in_one_graph() -> None:
     assert launch_order(sized)[3:] == [*FUSED, COMBINE]
 
 
-PRODUCTS = r"torch\.ops\.int8moe\.(wgmma_\w+)\.default\((.*), \[128, [\d, ]*\]\)$"
+PRODUCTS = r"torch\.ops\.int8moe\._(wgmma_\w+)\.default\((.*), \[128, [\d, ]*\]\)$"
 
 
 def deep_shapes(T: int | str) -> list[Any]:
@@ -136,7 +136,7 @@ def test_asynchronous_products_are_called_between_launches(T: int | str) -> None
         [found.start() for found in re.finditer(rf"{name}\w*\.run\(", source)][-1]
         for name in ("spread_kernel", "requantize_kernel", COMBINE)
     )
-    up, down = (source.rindex(f"int8moe.{name}.default(") for name in ("wgmma_up", "wgmma_down"))
+    up, down = (source.rindex(f"int8moe._{name}.default(") for name in ("wgmma_up", "wgmma_down"))
     assert spread < up < requantize < down < combine
     out = {name: arguments.partition(",")[0] for name, arguments in calls}
     assert out["wgmma_up"] in source[requantize : source.index("\n", requantize)]

@@ -96,7 +96,7 @@ class _Recorder:
 
 def _operate(host: Any, operator: Any, *args: Any) -> None:
     """Call the kernel of an operator that has none for CPU tensors."""
-    launches = {"int8moe::wgmma_up": wgmma.launch_up, "int8moe::wgmma_down": wgmma.launch_down}
+    launches = {"int8moe::_wgmma_up": wgmma.launch_up, "int8moe::_wgmma_down": wgmma.launch_down}
     launches[operator.name()](*args)
 
 

@@ -10,6 +10,7 @@ from support import EXPERTS, assert_close, problem, with_scheme
 from test_lowerings_gpu_variants import found, run_apart
 
 from int8moe_compile.lowerings import variants
+from int8moe_compile.lowerings.eager_variants import EagerHost
 
 
 def main() -> None:
@@ -45,7 +46,8 @@ def main() -> None:
 
 
 def run_variants() -> None:
-    """Run every variant of a small layer with few and with many tokens."""
+    """Run every variant of a small layer with few and with many tokens, a few tiles a program."""
+    EagerHost.multiprocessors = lambda host: 3  # type: ignore[method-assign]
     for T, word in ((2, "token"), (2, "static"), (2, "none"), (300, "token")):
         case = problem(9, T=T, H=512, I=384, E=8, K=2)
         there = with_scheme(case, word).to("cuda")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from support import EXPERTS, Problem, assert_close, problem, with_scheme
 
-from int8moe_compile.lowerings import eager, eager_variants, variants
+from int8moe_compile.lowerings import eager, eager_variants, variant_tables, variants
 from int8moe_compile.lowerings.variants import Schedule, Variant
 from int8moe_compile.ops.arguments import ExpertsArguments
 
@@ -26,6 +27,12 @@ def found(case: Problem) -> tuple[Variant, ...]:
     up, down = eager.layer_products(call)
     device = eager.facts_of(case.hidden_states.device)
     return variants.candidates(up, down, device, eager_variants.features_of(call))[1:]
+
+
+def has_async() -> bool:
+    """Say whether asynchronous products are to be there."""
+    is_hopper = torch.cuda.get_device_capability() == (9, 0)
+    return is_hopper and importlib.metadata.version("triton").startswith(("3.6.", "3.7."))
 
 
 def sized(T: int, word: str = "token", **options: Any) -> Problem:
@@ -62,7 +69,36 @@ def test_variants_of_uneven_depths_give_the_same_bits(gated: bool, dtype: torch.
         with variants.forced(variant):
             assert torch.equal(case.run(), expected), variants.label(variant)
         loads.add(variant.up.loads)
-    assert "both" in loads
+    assert loads >= {"both", *(["async"] if has_async() else [])}
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize(("H", "I"), [(512, 384), (640, 896)])
+@pytest.mark.parametrize("word", ["token", "static"])
+def test_programs_that_go_from_tile_to_tile(
+    word: str,
+    H: int,
+    I: int,  # noqa: E741
+    programs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Loads run over the end of a tile, also over that of half ones, in 3 to 7 steps a tile."""
+    if not has_async():
+        pytest.skip("asynchronous products are Hopper's, by Triton 3.6 and 3.7")
+    case = problem(5, T=500, H=H, I=I, E=6, K=2)
+    share = torch.tensor([0.5, 0.06, 0.0, 0.2, 0.2, 0.04])
+    torch.manual_seed(0)
+    ids = torch.multinomial(share, 500, replacement=True)
+    ids = torch.stack([ids, torch.where(torch.rand(500) < 0.1, -1, (ids + 3) % 6)], 1)
+    case = with_scheme(case.with_(topk_ids=ids), word).to("cuda")
+    expected = run_apart(case)
+    monkeypatch.setattr(eager_variants.EagerHost, "multiprocessors", lambda host: programs)
+    for pair in variant_tables.ASYNC_PAIRS:
+        variant = Variant("fused", *pair)
+        assert variant in found(case)
+        with variants.forced(variant):
+            for _ in range(3):
+                assert torch.equal(case.run(), expected), variants.label(variant)
 
 
 @pytest.mark.parametrize("T", [1, 300])
@@ -191,3 +227,23 @@ def run_apart(case: Problem) -> torch.Tensor:
     """Compute a case by the kernels that take every call."""
     with variants.forced(apart(case)):
         return case.run()
+
+
+def test_a_graph_of_any_size_is_recorded_after_a_call_of_another() -> None:
+    """What a small call does not launch is compiled by then: a recording could not do it."""
+    torch._dynamo.reset()
+    case = sized(1100)
+    weights = case.args[1:5]
+    function = torch.compile(lambda x, w, ids: EXPERTS(x, *weights, w, ids), fullgraph=True)
+    with torch.no_grad():
+        few = case.rows(slice(0, 40))
+        args = [few.hidden_states, few.topk_weights, few.topk_ids]
+        for tensor in args:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        assert torch.equal(function(*args), run_apart(few))
+        args = [case.hidden_states, case.topk_weights, case.topk_ids]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = function(*args)
+        graph.replay()
+    assert torch.equal(out, run_apart(case))

@@ -113,6 +113,9 @@ def test_asynchronous_products_keep_one_in_flight(
         waits = re.findall(r"wgmma\.wait_group\S*\s+(\d+)", text)
         parts = 2 if tile.has_tail else 1
         assert sorted(waits) == ["0"] * parts + ["1"] * parts
+        # What fills a buffer waits for all warps that read it, as each waits for itself alone.
+        for after in re.split(r"wgmma\.wait_group\S*\s+1;", text)[1:]:
+            assert "bar.sync" in after[: after.index("cp.async.bulk.tensor")]
         product = tiles.Product(16384, 8, 512, 512, n)
         shared = tiles.shared_memory(tile, product, offline.facts_of("sm_90"))
         # fp32 is stored by the threads that computed it.

@@ -119,7 +119,7 @@ def test_triton_and_transformers_stay_in_their_folders(name: str):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_only_compat_looks_at_versions(name: str):
-    if name.startswith("compat"):
+    if name in ("compat", "compat_inductor"):
         return
     tree = ast.parse(MODULES[name].read_text())
     assert not any(
