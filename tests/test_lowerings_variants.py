@@ -311,7 +311,6 @@ def test_decode_routes_and_sums_in_its_products(quant: str) -> None:
             # Weight-only: eight codes, or their floats would go to other threads in 16 turns.
             words = 2 if quant == "none" else 4
             assert re.search(rf"ld\.global\S*evict_first\S*\.v{words}", text)
-            assert text.count("bar.sync") <= 8
 
 
 def test_one_token_and_few_of_small_experts_decode() -> None:
