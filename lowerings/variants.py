@@ -272,7 +272,6 @@ def _fused(up: Product, down: Product, default: Variant) -> Iterator[Variant]:
             yield Variant("fused", large, replace(wide, num_stages=4))
             for pair in variant_tables.ASYNC_PAIRS:
                 yield Variant("fused", *pair)
-            yield Variant("fused", first, replace(wide, is_flat=True))
 
 
 _forced: list[Variant | Schedule] = []
