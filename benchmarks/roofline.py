@@ -43,7 +43,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axis.set(title=shape, xscale="log", xlabel="tokens", ylabel="% of the floor", ylim=(0, 110))
     for axis in axes.flat[len(shapes) :]:
         axis.set_visible(False)
-    axes.flat[0].legend()
+    # Of all panels: a peer may be absent from the first.
+    lines = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
+    shown = {name: line for name, line in lines.items() if not name.startswith("_")}
+    axes.flat[0].legend(shown.values(), shown)
     versions = result.get("versions", {})
     words = (f"{key} {versions[key]}" for key in ("gpu", "torch", "triton") if key in versions)
     figure.suptitle("INT8 experts layer: floor / time (" + ", ".join(words) + ")")
