@@ -43,8 +43,9 @@ def order_reloads() -> None:
 def gluon_compiles() -> bool:
     """Say whether the installed Triton compiles lowerings/wgmma_kernels.py, which is Gluon.
 
-    That language is experimental and changes with every release: those named were tried. Triton's
-    interpreter does not run it. Removable when Gluon is stable.
+    That language is experimental and changes with every release: 3.6 ran on an H200, by 3.7 the
+    kernels were compiled. Triton's interpreter does not run it. A Triton distributed under another
+    name (nightlies of PyTorch) is not known. Removable when Gluon is stable.
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         return False
