@@ -116,30 +116,30 @@ def _operands(
     }
 
 
-# Launches that were prepared although none was due, by everything that a kernel is compiled for.
+# Where no program was due: names of products, addresses of their weights, tiles.
 _prepared: set[tuple[Any, ...]] = set()
 
 
-def _launch(kernel: Any, programs: int, **arguments: Any) -> None:
-    """Launch a kernel; where no program is due, have it compiled and loaded, once.
+def _is_idle(name: str, w: Tensor, tile: list[int], programs: int) -> bool:
+    """Say whether nothing is to be done: no program is due, and not for the first time.
 
-    A graph of any size calls what it does not want now, and may be recorded when it does.
+    A graph of any size calls what it does not want now, for which it should wait no longer than
+    it must, and may be recorded when it does.
     """
     if programs > 0:
+        return False
+    key = (name, w.data_ptr(), *tile)
+    was_prepared = key in _prepared
+    _prepared.add(key)
+    return was_prepared
+
+
+def _launch(kernel: Any, programs: int, **arguments: Any) -> None:
+    """Launch a kernel; where no program is due, have it compiled and loaded."""
+    if programs > 0:
         kernel[(programs,)](**arguments)
-        return
-    held = ((name, _specialised(value)) for name, value in sorted(arguments.items()))
-    key = (kernel.__name__, arguments["out_ptr"].device, *held)
-    if key not in _prepared:
-        _prepared.add(key)
+    else:
         kernel.run(grid=(1,), warmup=True, **arguments).run  # noqa: B018 - the property loads it
-
-
-def _specialised(value: Any) -> Any:
-    """Return what of an argument a kernel is compiled for; strides and sizes count as they are."""
-    if isinstance(value, Tensor):
-        return value.dtype
-    return tuple(value.block_shape) if isinstance(value, TensorDescriptor) else value
 
 
 def launch_up(
@@ -166,6 +166,8 @@ def launch_up(
     scale: one for each row if is_per_row, else one. dtype: what the result is rounded to, before
     code_scale quantises it. programs: how many to launch. tile: as _numbers has it.
     """
+    if _is_idle("up", w, tile, programs):
+        return
     blocks = _blocks(tile)
     with device_of(out):
         _launch(
@@ -209,6 +211,8 @@ def launch_down(
     tile: list[int],
 ) -> None:
     """Write the second product of rows [T*K, I] by position into out [T*K, H] by contribution."""
+    if _is_idle("down", w, tile, programs):
+        return
     blocks = _blocks(tile)
     stride_rt, stride_rk = topk_weights.stride()
     with device_of(out):
