@@ -41,8 +41,7 @@ that carries transformers' experts decorator is rewritten to one `int8moe.expert
 `grouped_mm` and from `batched_mm`, with static and dynamic shapes and router weights in bfloat16
 and float32 (tests/test_families_experts.py). A language model of it, two layers, compiles to one
 graph with one operator a layer (tests/test_families_models.py). What was run: with 5.17.0 every
-case of experts, and a part of the models' compilations; with 5.24.0 the fast tests of what is new
-in it. The classes are
+case of both; with 5.24.0 the fast tests of what is new in it. The classes are
 
 {tested}
 The newer version has all classes of the older one. In a version between or after them classes are
