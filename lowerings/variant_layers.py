@@ -86,11 +86,18 @@ def fused(host: Host, variant: variants.Variant, plan: Any, rows: Any | None) ->
     return second_product(host, plan, codes, scale, is_token, variant.down)
 
 
+def scale_and_bias(host: Host, name: str) -> tuple[Any, Any | None]:
+    """Return a weight's scale [E, columns] and its bias, if it has one, without gaps."""
+    bias = getattr(host.call, f"{name}_bias")
+    scale = host.scale(getattr(host.call, f"{name}_scale"))
+    return scale, None if bias is None else host.contiguous(bias)
+
+
 def _weight(host: Host, name: str, tile: Tile) -> dict[str, Any]:
     """Return the arguments that stand for a weight, its scale and its bias."""
     call = host.call
-    weight, bias = getattr(call, name), getattr(call, f"{name}_bias")
-    scale = host.scale(getattr(call, f"{name}_scale"))
+    weight = getattr(call, name)
+    scale, bias = scale_and_bias(host, name)
     strides = host.strides(weight)
     operand = weight
     if tile.loads != "pointers":
@@ -99,7 +106,7 @@ def _weight(host: Host, name: str, tile: Tile) -> dict[str, Any]:
     return {
         "w": operand,
         "w_scale_ptr": scale,
-        "bias_ptr": None if bias is None else host.contiguous(bias),
+        "bias_ptr": bias,
         "stride_we": strides[0],
         "stride_wn": strides[1],
         "HAS_BIAS": bias is not None,

@@ -19,7 +19,7 @@ from .. import compat, compat_inductor
 from ..oracle import DeviceFacts
 from . import tiles, variant_tables
 from .tiles import Product, Tile
-from .variant_tables import DESCRIPTOR_K, FEW_ROWS, Table, fused_table, is_uneven
+from .variant_tables import DESCRIPTOR_K, FEW_ROWS, fused_table, is_uneven
 
 # A tensor descriptor's rows start at multiples of so many bytes, as do loads of words of codes.
 DESCRIPTOR_BYTES: Final = 16
@@ -172,10 +172,6 @@ def _measured(
     return _measured_decode(up, down) or _measured_fused(up, down, device, is_async)
 
 
-def _fused_table(up: Product, down: Product, device: DeviceFacts, is_async: bool) -> Table:
-    return fused_table(up, down, is_async=is_async and _has_async(device))
-
-
 def _measured_fused(
     up: Product, down: Product, device: DeviceFacts, is_async: bool
 ) -> Variant | None:
@@ -187,7 +183,7 @@ def _measured_fused(
         # The same products; what is faster is that launches overlap.
         pair = tiles.choose_pair(up, down, device)
         return Variant("fused", *pair) if starts_early(up.contributions, device) else None
-    table = _fused_table(up, down, device, is_async)
+    table = fused_table(up, down, is_async=is_async and _has_async(device))
     _, first, second = next(row for row in table if rows <= row[0])
     if up.panels == 1:
         # Measured with gate and up side by side.
@@ -199,9 +195,8 @@ def _measured_fused(
 
 
 def _fits(variant: Variant, up: Product, down: Product, device: DeviceFacts) -> bool:
-    pairs, limit = ((variant.up, up), (variant.down, down)), tiles.limit_of(device)
-    are_small = all(tiles.shared_memory(t, p, device) <= limit for t, p in pairs)
-    return are_small and all(_runs_ahead(t, p.depth) for t, p in pairs)
+    pairs = ((variant.up, up), (variant.down, down))
+    return all(tiles.shared_memory(t, p, device) <= tiles.limit_of(device) for t, p in pairs)
 
 
 def starts_early(contributions: int, device: DeviceFacts) -> bool:
@@ -212,7 +207,8 @@ def starts_early(contributions: int, device: DeviceFacts) -> bool:
 def lines_ahead(is_early: bool, contributions: Any = 1, experts: int = 0) -> int:
     """Return how many lines of each row of weights a product fetches while it waits.
 
-    contributions, experts: of one that knows no routing yet."""
+    contributions, experts: of a product that knows no routing yet and hopes for every expert.
+    """
     is_likely = isinstance(contributions, int) and contributions >= 2 * experts
     return AHEAD_LINES if is_early and is_likely else 0
 
@@ -374,7 +370,7 @@ def _measured_schedule(
     """
     if not _is_measured(device) or up.a_bytes != 1:
         return None
-    table = _fused_table(up, down, device, is_async)
+    table = fused_table(up, down, is_async=is_async and _has_async(device))
     bounds = [int(rows * up.experts) for rows, _, _ in table[:-1]]
     if not is_uneven(up, down):
         bounds.insert(0, FEW_ROWS // 2 * up.experts)

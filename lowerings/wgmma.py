@@ -2,7 +2,7 @@
 
 T tokens, H hidden, I intermediate, E local experts, K experts per token. Inductor holds the text of
 a user's Triton kernels and compiles it; Gluon it does not know, so a graph calls int8moe::_wgmma_up
-and wgmma_down, of which these are the kernels. Eager calls take the same way.
+and _wgmma_down, of which these are the kernels. Eager calls take the same way.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def first_product(host: Any, plan: Any, rows: Any, tile: Tile) -> Any:
         values,
         scale,
         call.w13,
-        host.scale(call.w13_scale),
-        None if call.w13_bias is None else host.contiguous(call.w13_bias),
+        *variant_layers.scale_and_bias(host, "w13"),
         plan.tiles,
         call.a2_scale if is_static else None,
         is_per_row,
@@ -68,8 +67,7 @@ def second_product(
         codes,
         scale,
         call.w2,
-        host.scale(call.w2_scale),
-        None if call.w2_bias is None else host.contiguous(call.w2_bias),
+        *variant_layers.scale_and_bias(host, "w2"),
         plan.tiles,
         plan.order,
         call.topk_weights,

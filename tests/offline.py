@@ -17,6 +17,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as OrderedDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from int8moe_compile import registry
 from int8moe_compile.lowerings import (
     decode_kernels,
     eager,
@@ -26,7 +27,6 @@ from int8moe_compile.lowerings import (
     quantizing,
     routing_kernels,
     variants,
-    wgmma,
     wgmma_kernels,
 )
 from int8moe_compile.ops.arguments import ExpertsArguments
@@ -96,8 +96,7 @@ class _Recorder:
 
 def _operate(host: Any, operator: Any, *args: Any) -> None:
     """Call the kernel of an operator that has none for CPU tensors."""
-    launches = {"int8moe::_wgmma_up": wgmma.launch_up, "int8moe::_wgmma_down": wgmma.launch_down}
-    launches[operator.name()](*args)
+    registry.product_kernel(operator.name().removeprefix("int8moe::_wgmma_"))(*args)
 
 
 @contextmanager

@@ -13,6 +13,9 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 ROWS: list[dict[str, Any]] = json.loads(
     (ROOT / "benchmarks" / "results" / "h200.json").read_text(encoding="utf-8")
 )["rows"]
+BEFORE: list[dict[str, Any]] = json.loads(
+    (ROOT / "benchmarks" / "results" / "h200_before_wgmma.json").read_text(encoding="utf-8")
+)["rows"]
 CONTESTANTS = ("int8", "int8 eager", "static", "w8a16", "hf bf16")
 
 
@@ -46,6 +49,34 @@ def test_what_is_said_of_the_table() -> None:
     met = {(r["shape"], r["tokens"]) for r in ROWS if r["target"] and r["int8"] <= r["target"]}
     assert met == {("mixtral-8x7b", 4096), ("mixtral-8x7b", 16384)}
     assert "Targets met or beaten: Mixtral 4096 and 16384." in PERFORMANCE
+
+
+def test_what_is_said_of_the_gains() -> None:
+    """Both ends of each arrow, and who is behind by how much."""
+    begin = PERFORMANCE.index("Asynchronous products and faster quantising, compiled")
+    text = PERFORMANCE[begin : PERFORMANCE.index("\n\n", begin)]
+    found = 0
+    for name, numbers in re.findall(r"([A-Z][\w.-]+|gpt-oss), (\d+(?:[^;.A-Z]| tokens)*)", text):
+        for tokens, old, new in re.findall(r"(\d+)(?: tokens|:)? (\d+) -> (\d+)", numbers):
+            is_row = [
+                {"shape": r["shape"], "tokens": r["tokens"]}
+                for r in ROWS
+                if r["shape"].startswith(name.lower()) and r["tokens"] == int(tokens)
+            ]
+            assert len(is_row) == 1, (name, tokens)
+            earlier = next(r for r in BEFORE if is_row[0].items() <= r.items())
+            assert (old, new) == (rounded(earlier["int8"]), rounded(of(**is_row[0])["int8"]))
+            found += 1
+    assert found == text.count("->")
+    behind = [100 * (r["w8a16"] / r["int8"] - 1) for r in ROWS if r["tokens"] == 1]
+    assert f"w8a16 at 1 token is {min(behind):.0f} to {max(behind):.0f} % behind" in PERFORMANCE
+    small = [
+        100 * (r["int8"] / r["target"] - 1)
+        for r in ROWS
+        if r["shape"].startswith("qwen") and r["tokens"] >= 1024
+    ]
+    said = f"prefill of small experts from 1024 tokens on by {min(small):.0f} to {max(small):.0f} %"
+    assert said in PERFORMANCE
 
 
 def test_what_the_readme_says() -> None:
