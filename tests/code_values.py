@@ -1,4 +1,4 @@
-"""Convert all 256 int8 codes as the weight-only products do, by a kernel of its own."""
+"""Values between codes and floats: all 256 codes converted, rows of every significand."""
 
 from __future__ import annotations
 
@@ -24,3 +24,20 @@ def converted(dtype: torch.dtype, device: str, *, is_packed: bool) -> torch.Tens
     out = torch.empty(256, dtype=dtype, device=device)
     codes_kernel[(1,)](out, codes, is_packed, 256, num_warps=1)
     return out
+
+
+def rows_of_every_significand(dtype: torch.dtype) -> torch.Tensor:
+    """Return rows whose maxima are those of a binade, or far from 1, or not finite.
+
+    Each holds values of all significands, through nine powers of two (fp16: six).
+    """
+    bits, powers = (8, 10) if dtype == torch.bfloat16 else (11, 7)
+    some = torch.arange(1 << (bits - 1), 1 << bits, dtype=torch.float64) / (1 << (bits - 1))
+    values = torch.cat([some * 2.0**-power for power in range(powers)])
+    values = torch.cat([values, -values])[None, :]
+    x = torch.maximum(torch.minimum(values, some[:, None]), -some[:, None])
+    x[:, 0] = some
+    far = [2.0**-110, 2.0**110, 2.0**-130] if dtype == torch.bfloat16 else [2.0**-12, 2.0**14]
+    x = torch.cat([x, *(x[-2:] * factor for factor in far), x[:3]]).to(dtype)
+    x[-3, 5], x[-2, 5], x[-1] = float("nan"), float("inf"), 0.0
+    return x

@@ -13,12 +13,21 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from code_values import rows_of_every_significand
 from gpu_cases import CASES
 from support import Problem, assert_close, problem, with_scheme
 
-from int8moe_compile.lowerings import eager, tile_math, tiles, variants
+from int8moe_compile.lowerings import (
+    eager,
+    eager_variants,
+    tile_math,
+    tiles,
+    variant_rows,
+    variants,
+)
 from int8moe_compile.lowerings.tiles import Tile
 from int8moe_compile.lowerings.variants import Variant
+from int8moe_compile.ops import quantize
 from int8moe_compile.ops.arguments import ExpertsArguments
 from int8moe_compile.oracle import DeviceFacts
 
@@ -160,3 +169,13 @@ def _compare(x: torch.Tensor, scale: torch.Tensor) -> None:
     expected = (x / scale).clamp(-128, 127).round().nan_to_num(0.0)
     assert torch.equal(found, expected.to(torch.int8))
     assert scale.isfinite().logical_not().any() or len(found.unique()) > 1
+
+
+def test_rows_of_every_significand_and_maximum() -> None:
+    """As on a GPU in test_lowerings_codes.py: one step left out would change 24 codes."""
+    x = rows_of_every_significand(torch.bfloat16)
+    host = eager_variants.EagerHost(ExpertsArguments(*problem().args))
+    codes, scale, _ = variant_rows.codes(host, x, None)
+    expected, expected_scale = quantize.quantize_activations(x, "token", None)
+    assert torch.equal(codes, expected)
+    assert torch.equal(scale.nan_to_num(7.0), expected_scale.flatten().nan_to_num(7.0))

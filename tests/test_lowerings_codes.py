@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from code_values import converted
+from code_values import converted, rows_of_every_significand
 from support import problem
 
 from int8moe_compile.lowerings import tile_math, tiles, variant_rows
@@ -142,15 +142,7 @@ def test_one_step_gives_the_code_of_the_ieee_quotient(bits: int, ties: int) -> N
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rows_of_every_significand_and_maximum(dtype: torch.dtype) -> None:
     """Rows whose maximum is one of a binade, or far from 1, or not finite, hold all values."""
-    bits, powers = (8, 10) if dtype == torch.bfloat16 else (11, 7)
-    some = torch.arange(1 << (bits - 1), 1 << bits, dtype=torch.float64) / (1 << (bits - 1))
-    values = torch.cat([some * 2.0**-power for power in range(powers)])
-    values = torch.cat([values, -values])[None, :]
-    x = torch.maximum(torch.minimum(values, some[:, None]), -some[:, None])
-    x[:, 0] = some
-    far = [2.0**-110, 2.0**110, 2.0**-130] if dtype == torch.bfloat16 else [2.0**-12, 2.0**14]
-    x = torch.cat([x, *(x[-2:] * factor for factor in far), x[:3]]).to(dtype)
-    x[-3, 5], x[-2, 5], x[-1] = float("nan"), float("inf"), 0.0
+    x = rows_of_every_significand(dtype)
     host = EagerHost(ExpertsArguments(*problem().to("cuda").args))
     codes, scale, _ = variant_rows.codes(host, x.to("cuda"), None)
     expected, expected_scale = quantize.quantize_activations(x, "token", None)
