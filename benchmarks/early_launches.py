@@ -20,7 +20,7 @@ import torch
 from bench_experts import Captured, draw, measure
 from shapes import shape_named
 
-from int8moe_compile.lowerings import eager, variants
+from int8moe_compile.lowerings import eager, prepared, variants
 
 LINES = (0, 2, 4, 8)
 
@@ -47,6 +47,7 @@ def main() -> None:
             for lines in (None, *LINES):
                 # Which kernels a size gets depends on whether they may come early.
                 eager._layer_variant.cache_clear()
+                prepared.forget()
                 with setting(lines):
                     label = "in turn" if lines is None else f"early {lines}"
                     captured.append(Captured(label, peers.eager(arguments), inputs))

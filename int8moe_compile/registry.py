@@ -22,10 +22,13 @@ KERNELS: Final[dict[str, str]] = {
     "cuda": "int8moe_compile.lowerings.eager:experts",
 }
 
-# The same for int8moe::humming_experts; imports humming-kernels.
+# What takes the operator's own arguments on CUDA and checks them, where it does not know them.
+CUDA_CALL: Final = "int8moe_compile.lowerings.prepared:experts"
+
+# As in KERNELS, for int8moe::humming_experts; imports humming-kernels.
 HUMMING_KERNEL: Final = "int8moe_compile.lowerings.humming:experts"
 
-# The same for int8moe::_wgmma_up and _wgmma_down, which take tensors of a layer half computed.
+# As in KERNELS, for int8moe::_wgmma_up and _wgmma_down, which take a layer half computed.
 PRODUCT_KERNELS: Final[dict[str, str]] = {
     "up": "int8moe_compile.lowerings.wgmma:launch_up",
     "down": "int8moe_compile.lowerings.wgmma:launch_down",
@@ -40,6 +43,12 @@ MARKER_LOWERED: Final = "int8moe_compile.passes.notices:marker_lowered"
 def kernel(device_type: str) -> Callable[..., Any]:
     """Import and return the experts kernel of a device type."""
     return _function(KERNELS[device_type])
+
+
+@functools.cache
+def cuda_call() -> Callable[..., Any]:
+    """Import and return what takes int8moe::experts' arguments on CUDA."""
+    return _function(CUDA_CALL)
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from ..ops.arguments import ExpertsArguments
 from ..oracle import DeviceFacts
 from . import eager_kernels as kernels
 from . import routing, tiles, variants
+from .launches import empty, launch, zeros
 
 # Columns that one program of the combination takes.
 COMBINE_BLOCK = 1024
@@ -63,10 +64,11 @@ def experts(call: ExpertsArguments) -> Tensor:
 
 def combine(call: ExpertsArguments, parts: Tensor, plan: routing.Plan, **options: Any) -> Tensor:
     """Return the sum [T, H] of contributions [T*K, H]."""
-    output = torch.empty(call.hidden_states.shape, dtype=parts.dtype, device=parts.device)
+    output = empty(call.hidden_states.shape, parts.dtype, parts.device)
     tokens, hidden = output.shape
-    grid = (tokens * triton.cdiv(hidden, COMBINE_BLOCK),)
-    kernels.combine_kernel[grid](
+    launch(
+        kernels.combine_kernel,
+        tokens * triton.cdiv(hidden, COMBINE_BLOCK),
         output,
         parts,
         plan.local,
@@ -157,9 +159,11 @@ def first_rows(call: ExpertsArguments, plan: routing.Plan) -> Rows:
         return quantize(x, call.activation_quant, call.a13_scale, plan, weight=weight)
     if weight is None:
         return Rows(x, None)
-    weighted = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    weighted = empty(x.shape, x.dtype, x.device)
     block = tiles.row_block(*x.shape)
-    kernels.weight_rows_kernel[(triton.cdiv(x.shape[0], block.rows),)](
+    launch(
+        kernels.weight_rows_kernel,
+        triton.cdiv(x.shape[0], block.rows),
         weighted,
         x,
         weight,
@@ -193,7 +197,7 @@ def quantize(
     """Quantise rows of floats; of the intermediate only as many as there are live contributions."""
     rows, columns = x.shape
     block = tiles.row_block(rows, columns)
-    codes = torch.empty((rows, columns), dtype=torch.int8, device=x.device)
+    codes = empty((rows, columns), torch.int8, x.device)
     # A pointer that is not read must still be one.
     weights, weight_stride = (x, 0) if weight is None else (weight, weight.stride(0))
     source = (x, weights, plan.tiles, plan.local)
@@ -205,17 +209,19 @@ def quantize(
         "BLOCK": block.columns,
         "num_warps": block.num_warps,
     }
-    grid = (triton.cdiv(rows, block.rows),)
+    programs = triton.cdiv(rows, block.rows)
     given, scale = static_scale, static_scale
     if quant == "tensor":
-        given = torch.zeros(1, dtype=torch.int32, device=x.device)
-        scale = torch.empty(1, dtype=torch.float32, device=x.device)
-        kernels.amax_kernel[grid](given, *source, *sizes, **options)
+        given = zeros((1,), torch.int32, x.device)
+        scale = empty((1,), torch.float32, x.device)
+        launch(kernels.amax_kernel, programs, given, *source, *sizes, **options)
     elif quant == "token":
-        scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+        scale = empty((rows,), torch.float32, x.device)
         given = scale
     assert scale is not None, "static experts passed the checks without a scale"
-    kernels.quantize_kernel[grid](
+    launch(
+        kernels.quantize_kernel,
+        programs,
         codes,
         scale,
         x,
@@ -246,11 +252,12 @@ def scale_columns(columns: int, rows: int) -> str:
 def launch_up(call: ExpertsArguments, plan: routing.Plan, rows: Rows, tile: tiles.Tile) -> Tensor:
     """Run the first product; returns [T*K, I] by position, in the result dtype."""
     w13, width = call.w13, call.intermediate_size
-    middle = torch.empty((plan.contributions, width), dtype=call.result_dtype, device=w13.device)
+    middle = empty((plan.contributions, width), call.result_dtype, w13.device)
     scale = flat_scale(call.w13_scale, w13)
     bias = call.w13_bias
-    grid = (plan.tile_bound * triton.cdiv(width, tile.block_n),)
-    kernels.up_kernel[grid](
+    launch(
+        kernels.up_kernel,
+        plan.tile_bound * triton.cdiv(width, tile.block_n),
         middle,
         rows.values,
         rows.scale,
@@ -286,10 +293,11 @@ def launch_down(call: ExpertsArguments, plan: routing.Plan, rows: Rows, tile: ti
     """Run the second product; returns [T*K, H] by contribution, in the result dtype."""
     w2, weights, bias = call.w2, call.topk_weights, call.w2_bias
     hidden, width = w2.shape[1], w2.shape[2]
-    parts = torch.empty((plan.contributions, hidden), dtype=call.result_dtype, device=w2.device)
+    parts = empty((plan.contributions, hidden), call.result_dtype, w2.device)
     scale = flat_scale(call.w2_scale, w2)
-    grid = (plan.tile_bound * triton.cdiv(hidden, tile.block_n),)
-    kernels.down_kernel[grid](
+    launch(
+        kernels.down_kernel,
+        plan.tile_bound * triton.cdiv(hidden, tile.block_n),
         parts,
         rows.values,
         rows.scale,

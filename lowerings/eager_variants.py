@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..ops.arguments import ExpertsArguments
-from . import eager, routing, tiles, variant_layers, variant_rows, variants
+from . import eager, launches, routing, tiles, variant_layers, variant_rows, variants
 
 # What persistent programs are counted by where the number of multiprocessors is unknown.
 FEW_MULTIPROCESSORS = 16
@@ -42,7 +42,7 @@ class EagerHost:
 
     def empty(self, *size: int, dtype: torch.dtype) -> Tensor:
         """Return a new buffer."""
-        return torch.empty(size, dtype=dtype, device=self.device)
+        return launches.empty(size, dtype, self.device)
 
     def contiguous(self, x: Tensor) -> Tensor:
         """Return a tensor without gaps."""
@@ -70,11 +70,15 @@ class EagerHost:
     def launch(self, kernel: Any, programs: int, arguments: dict[str, Any], tile: Any) -> None:
         """Launch a kernel now."""
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **self.options()}
-        kernel[(programs,)](**arguments, **options)
+        launches.launch(kernel, programs, **arguments, **options)
 
     def operate(self, operator: Any, *args: Any) -> None:
         """Call an operator now."""
+        recording = launches.current_recording()
+        known = 0 if recording is None else len(recording.launches)
         operator(*args)
+        if recording is not None and len(recording.launches) == known:
+            recording.refuse("an operator launches by itself")
 
     def is_old(self, *tensors: Tensor | None) -> bool:
         """Say that arguments are there: the first launch waits for what writes them."""

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from . import routing_kernels as kernels
+from .launches import empty, launch
 from .tiles import tile_bound
 
 # Contributions that are placed by a single launch.
@@ -73,11 +74,11 @@ def plan(
     """
     contributions, top_k = topk_ids.numel(), topk_ids.shape[1]
     device = topk_ids.device
-    order = torch.empty(contributions, dtype=torch.int32, device=device)
-    local = torch.empty(contributions, dtype=torch.int32, device=device)
+    order = empty((contributions,), torch.int32, device)
+    local = empty((contributions,), torch.int32, device)
     bound = tile_bound(contributions, num_experts, block_m)
-    tiles = torch.empty((1 + bound, 3), dtype=torch.int32, device=device)
-    inverse = torch.empty_like(order) if is_inverse_wanted else None
+    tiles = empty((1 + bound, 3), torch.int32, device)
+    inverse = empty((contributions,), torch.int32, device) if is_inverse_wanted else None
 
     map_size = 0 if expert_map is None else expert_map.numel()
     if expert_map is not None:
@@ -87,7 +88,9 @@ def plan(
     placed = {"BLOCK_M": block_m, "HAS_INVERSE": is_inverse_wanted}
     if contributions <= ONE_LAUNCH:
         sizes = place_sizes(contributions, num_experts)
-        kernels.place_kernel[(num_experts,)](
+        launch(
+            kernels.place_kernel,
+            num_experts,
             order,
             local,
             tiles,
@@ -104,14 +107,13 @@ def plan(
 
     sizes = chunk_sizes(num_experts)
     chunks = min(most_chunks(num_experts), triton.cdiv(contributions, CHUNK_BLOCK))
-    counts = torch.empty((chunks, sizes["BINS"]), dtype=torch.int32, device=device)
-    ranks = torch.empty_like(order)
-    kernels.count_kernel[(chunks,)](
-        counts, ranks, local, topk_ids, expert_map, *shape, **read, **sizes, **options()
-    )
-    kernels.scatter_kernel[(chunks,)](
-        order, tiles, inverse, counts, ranks, local, contributions, **placed, **sizes, **options()
-    )
+    counts = empty((chunks, sizes["BINS"]), torch.int32, device)
+    ranks = empty((contributions,), torch.int32, device)
+    counted = (counts, ranks, local)
+    given: dict[str, Any] = {**read, **sizes, **options()}
+    launch(kernels.count_kernel, chunks, *counted, topk_ids, expert_map, *shape, **given)
+    given = {**placed, **sizes, **options()}
+    launch(kernels.scatter_kernel, chunks, order, tiles, inverse, *counted, contributions, **given)
     return Plan(order, local, tiles, inverse)
 
 

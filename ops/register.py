@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from .. import registry
 from ..compat import below_autograd, in_forward_mode, one_autograd_level
+from ..compat_triton import plain_keys
 from . import fake, quantize, schema
 from .arguments import ExpertsArguments, with_finite_limit
 from .checks import check_dequantize, check_experts, check_layouts
@@ -42,6 +43,11 @@ def _experts_kernel(*args: Any, **kwargs: Any) -> Tensor:
     call = ExpertsArguments(*args, **kwargs)
     check_experts(call, traced=False)
     result: Tensor = registry.kernel(call.hidden_states.device.type)(with_finite_limit(call))
+    return result
+
+
+def _experts_cuda(*args: Any, **kwargs: Any) -> Tensor:
+    result: Tensor = registry.cuda_call()(*args, **kwargs)
     return result
 
 
@@ -115,12 +121,20 @@ class _ForwardOnly(torch.autograd.Function):
         return (None, None, None, *grads)
 
 
-def _experts_autograd(*args: Any, **kwargs: Any) -> Tensor:
-    return _forward_only(experts, args, kwargs)
+_PLAIN_KEYS: Final = plain_keys()
+
+
+def _experts_autograd(keys: Any, *args: Any, **kwargs: Any) -> Tensor:
+    # Where nothing is to be done and nothing lies between, another dispatch changes nothing.
+    is_plain = keys.raw_repr() == _PLAIN_KEYS and not in_forward_mode()
+    if is_plain and not (torch.is_grad_enabled() and _wants_gradient(args, kwargs)):
+        result: Tensor = registry.cuda_call()(*args, **kwargs)
+        return result
+    return _forward_only(experts.default, args, kwargs)
 
 
 def _humming_autograd(*args: Any, **kwargs: Any) -> Tensor:
-    return _forward_only(humming_experts, args, kwargs)
+    return _forward_only(humming_experts.default, args, kwargs)
 
 
 def _forward_only(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -169,13 +183,14 @@ def _wgmma_down_kernel(*args: Any) -> None:
 
 _library.impl("_wgmma_up", _wgmma_up_kernel, "CUDA")
 _library.impl("_wgmma_down", _wgmma_down_kernel, "CUDA")
+_library.impl("experts", _experts_kernel, "CPU")
+_library.impl("experts", _experts_cuda, "CUDA")
 for _device in ("CPU", "CUDA"):
-    _library.impl("experts", _experts_kernel, _device)
     _library.impl("humming_experts", _humming_kernel, _device)
 for _layout in ("SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "MkldnnCPU"):
     _library.impl("experts", _without_strides, _layout)
     _library.impl("humming_experts", _without_strides, _layout)
-_library.impl("experts", _experts_autograd, "Autograd")
+_library.impl("experts", _experts_autograd, "Autograd", with_keyset=True)
 _library.impl("humming_experts", _humming_autograd, "Autograd")
 _library.impl("dequantize", _dequantize_kernel, "CompositeExplicitAutograd")
 _library.impl("no_backward", _no_backward_kernel, "CompositeExplicitAutograd")

@@ -26,6 +26,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
             "checkpoint_schemes",
             "compat",
             "compat_inductor",
+            "compat_triton",
             "device",
             "errors",
             "oracle",

@@ -1,0 +1,133 @@
+"""What of compat.py concerns launches: of Triton's kernels again, and what torch knows of them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Releases whose launchers were read: how they are called, and that a number passes for a pointer.
+KNOWN_TRITON = ("3.6.", "3.7.")
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Hold how to launch a compiled kernel again.
+
+    function(programs, 1, 1, stream, *before, *the kernel's arguments), with the address in place
+    of a tensor. kernel: what was compiled, which must outlive its launches.
+    """
+
+    function: Callable[..., Any]
+    before: tuple[Any, ...]
+    kernel: Any
+
+
+@functools.cache
+def _known_release() -> str:
+    """Return the beginning of the installed Triton's version, "" if its launchers are unknown."""
+    try:
+        release = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    return next((known for known in KNOWN_TRITON if release.startswith(known)), "")
+
+
+def launcher_of(kernel: Any, compiled: Any) -> Launcher | None:
+    """Return how to launch what ``kernel[grid](...)`` has compiled again; None if that is unknown.
+
+    JITFunction.run binds, specialises and looks up at each launch, which takes the host longer
+    than the launch itself. Removable when Triton offers launches of a compiled kernel that cost
+    no more. CompiledKernel.run does it; in 3.6 what it wraps takes the same and scratch memory.
+    """
+    release = _known_release()
+    has_parts = all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata"))
+    if not release or torch.version.hip is not None or not has_parts:
+        return None
+    if getattr(kernel, "pre_run_hooks", None):
+        return None
+    run, metadata = compiled.run, compiled.packed_metadata
+    sizes = [getattr(run, f"{name}_scratch_size", None) for name in ("global", "profile")]
+    if release == "3.6." and sizes == [0, 0] and hasattr(run, "launch"):
+        kind = (run.launch_cooperative_grid, run.launch_pdl)
+        before = (compiled.function, *kind, None, None, metadata, None, None, None)
+        return Launcher(run.launch, before, compiled)
+    return Launcher(run, (compiled.function, metadata, None, None, None), compiled)
+
+
+def launch_watch(runtime: Any) -> Callable[[], bool]:
+    """Return a function that says whether anybody wants to be told of Triton's launches.
+
+    runtime: triton.knobs.runtime. Removable together with launcher_of.
+    """
+
+    def is_watched() -> bool:
+        # A chain of hooks that may be empty, None, or a function that somebody has put there.
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+    return is_watched
+
+
+def metadata_check(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """Return a function that compares as many tensors with these, but for contents and addresses.
+
+    Class, dispatch keys, dtype, device, sizes and strides, and whether a gradient would be wanted;
+    it is False, too, if one is given twice. Dynamo's own guard: 1.2 us for seven tensors, 4 in
+    Python. It keeps no tensor alive. None where torch (2.11-2.14 have it) has it no longer;
+    removable when torch has a public one.
+    """
+    guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    if not hasattr(guards, "TensorGuards"):
+        return None
+    try:
+        kept = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    except TypeError:
+        return None
+    check: Callable[..., bool] = kept.check
+    return check
+
+
+def buffer_maker(device_type: str) -> Callable[..., Tensor] | None:
+    """Return what makes a tensor of (sizes, strides, dtype) on the current device, past dispatch.
+
+    None where torch (2.11-2.14 have it) has it no longer; half of what torch.empty takes.
+    Removable when that costs no more.
+    """
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    return getattr(guards, f"_empty_strided_{device_type}", None)
+
+
+def current_device(device_type: str) -> Callable[[], int]:
+    """Return what tells the current device's number, without a look whether CUDA is running.
+
+    Removable when torch.cuda.current_device costs no more.
+    """
+    return torch._C._cuda_getDevice if device_type == "cuda" else lambda: 0
+
+
+def current_stream(device_type: str) -> Callable[[int], int]:
+    """Return what tells the current stream of a device as the number that launches take.
+
+    Removable when torch.cuda.current_stream makes no object of it.
+    """
+    if device_type == "cuda":
+        return torch._C._cuda_getCurrentRawStream
+    return lambda device: 0
+
+
+def plain_keys() -> int:
+    """Return the keys, as a number, by which plain CUDA tensors come into an autograd kernel.
+
+    Nothing lies then between that and the CUDA kernel: no mode, no subclass, no transform; keys
+    without a kernel are left out before.
+    Removable together with compat.below_autograd.
+    """
+    keys, names = torch._C.DispatchKeySet, torch._C.DispatchKey
+    both = keys(names.CUDA) | keys(names.AutogradCUDA)
+    return int(both.raw_repr())
