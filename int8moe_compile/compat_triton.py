@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 # Releases whose launchers were read: how they are called, and that a number passes for a pointer.
 KNOWN_TRITON = ("3.6.", "3.7.")
@@ -26,6 +29,21 @@ class Launcher:
     function: Callable[..., Any]
     before: tuple[Any, ...]
     kernel: Any
+
+
+@dataclass(frozen=True)
+class Binary:
+    """Hold what the driver needs of a compiled kernel.
+
+    types: Triton's name for each argument's type, "constexpr" for those that are compiled in; what
+    the driver is given besides are two null pointers, as no scratch memory is asked for.
+    """
+
+    function: int
+    threads: int
+    shared: int
+    is_early: bool
+    types: tuple[str, ...]
 
 
 @functools.cache
@@ -58,6 +76,36 @@ def launcher_of(kernel: Any, compiled: Any) -> Launcher | None:
         before = (compiled.function, *kind, None, None, metadata, None, None, None)
         return Launcher(run.launch, before, compiled)
     return Launcher(run, (compiled.function, metadata, None, None, None), compiled)
+
+
+def binary_of(compiled: Any) -> Binary | None:
+    """Return what the driver needs of what launcher_of knows; None where it would need more.
+
+    Removable together with launcher_of.
+    """
+    run, metadata = compiled.run, compiled.metadata
+    asked = [getattr(run, f"{name}_scratch_size", None) for name in ("global", "profile")]
+    is_plain = asked == [0, 0] and not run.launch_cooperative_grid and metadata.num_ctas == 1
+    types = tuple(compiled.src.signature.values())
+    if not is_plain or not all(isinstance(each, str) for each in types):
+        return None
+    threads = metadata.num_warps * metadata.target.warp_size
+    return Binary(compiled.function, threads, metadata.shared, bool(run.launch_pdl), types)
+
+
+def built_module(build: Any, source: str, name: str) -> Any | None:
+    """Compile and load a Python module in C as Triton does its own; None if that fails.
+
+    build: the module triton.runtime.build, whose cache serves. Removable when something public
+    builds as small a module wherever Triton can launch.
+    """
+    if not _known_release():
+        return None
+    try:
+        return build.compile_module_from_src(src=source, name=name)
+    except Exception as error:  # whatever a compiler, a loader or a user's own builder raises
+        log.debug("int8moe: launches repeat one by one, %s does not build: %s", name, error)
+        return None
 
 
 def launch_watch(runtime: Any) -> Callable[[], bool]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import compat_triton
+from . import direct
 from .launches import Described, Launch, Place, Recording
 from .tiles import ceil_div
 
@@ -76,6 +77,13 @@ def repeat_of(recording: Recording, result: Tensor) -> Callable[[Addresses], Ten
     described = [
         each for launch in recording.launches for each in launch.arguments if _is_described(each)
     ]
+    if not slots.zeroed and not described:
+        known = (recording.launches, len(recording.tensors), output)
+        plan = direct.plan_of(*known, memory.offset_of)
+        launch_all = None if plan is None else direct.launch_all()
+        if plan is not None and launch_all is not None:
+            kernels = [launch.compiled for launch in recording.launches]
+            return _repeat_at_once(device, result, memory.size, launch_all, plan, kernels)
     again, constants = _again(recording, launchers, slots, described)
     rare = _rare(memory, slots, described, device.device)
     offsets = [memory.offset_of(place) for place in slots.buffers]
@@ -237,6 +245,33 @@ def _rare(
         return zeros, (*pool, *made)
 
     return rare
+
+
+def _repeat_at_once(
+    device: _Device,
+    result: Tensor,
+    scratch_size: int,
+    launch_all: direct.LaunchAll,
+    plan: bytes,
+    kernels: list[Any],
+) -> Callable[[Addresses], Tensor]:
+    """Return what launches a plan; kernels must outlive their launches."""
+    index = device.device.index or 0
+    current, stream, make = device.current, device.stream, device.make
+    sizes, strides, dtype, byte = tuple(result.shape), result.stride(), result.dtype, torch.uint8
+    scratch_sizes, scratch_strides = (scratch_size,), (1,)
+
+    def repeat(addresses: Addresses) -> Tensor:
+        if current() != index:
+            with torch.cuda.device(index):
+                return repeat(addresses)
+        output = make(sizes, strides, dtype)
+        scratch = make(scratch_sizes, scratch_strides, byte)
+        launch_all(plan, addresses, output.data_ptr(), scratch.data_ptr(), stream(index), index)
+        return output
+
+    repeat.kernels = kernels  # type: ignore[attr-defined]
+    return repeat
 
 
 def _repeat(

@@ -71,5 +71,6 @@ def interpreted_launches() -> Any:
     with (
         mock.patch.object(launches.Recording, "add_launch", add_launch),
         mock.patch.object(compat_triton, "launcher_of", launcher_of),
+        mock.patch.object(compat_triton, "binary_of", lambda compiled: None),
     ):
         yield

@@ -188,3 +188,7 @@ def test_transforms_and_fakes_get_their_turn(direct: list[int]) -> None:
         with pytest.raises(NotImplementedError, match="forward mode"):
             case.with_(hidden_states=dual).run()
     assert not direct
+
+
+def test_what_the_driver_is_asked_for() -> None:
+    own_process.run("launched_at_once.py")
