@@ -96,17 +96,19 @@ def launch_in_graph(
     descriptors: Mapping[str, tuple[int, ...]] | None = None,
     *,
     is_early: bool = False,
+    is_first: bool = False,
 ) -> None:
     """Add the launch of a Triton kernel, which writes buffers among its arguments, to the graph.
 
     descriptors: the block of each argument that the kernel reads by tensor descriptor; is_early:
-    launch it before the kernel ahead has ended, and say so in the argument PDL that it must have.
+    launch it before the kernel ahead has ended, and say so in the argument PDL that it must have;
+    is_first: do so only for the kernel behind it.
     Removable when Inductor offers lowerings a public way to launch a user's Triton kernel.
     """
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
     from torch._inductor.ir import UserDefinedTritonKernel
 
-    node = _early_launch() if is_early else UserDefinedTritonKernel
+    node = _early_launch(is_first) if is_early else UserDefinedTritonKernel
     node(
         kernel_idx=kernel_side_table.add_kernel(kernel),
         grid=[grid],
@@ -117,9 +119,13 @@ def launch_in_graph(
     )
 
 
+# What a first kernel gets for True: a definition of its own, which no early launch shares.
+FIRST = 2
+
+
 @functools.cache
-def _early_launch() -> Any:
-    """Return the node of a launch before the kernel ahead has ended.
+def _early_launch(is_first: bool) -> Any:
+    """Return the node of a launch before the kernel ahead has ended, or of the first.
 
     Inductor takes a kernel that waits to write all of its arguments, so that it sees one without.
     And it compiles for such a launch what has "launch_pdl" in triton_meta, which it leaves out of
@@ -129,12 +135,13 @@ def _early_launch() -> Any:
 
     class EarlyLaunch(UserDefinedTritonKernel):
         def codegen(self, wrapper: Any) -> None:
-            self.kwargs["PDL"] = True
+            self.kwargs["PDL"] = FIRST if is_first else True
             define = wrapper.define_kernel
 
             def define_early(name: str, body: str, *args: Any, **options: Any) -> None:
                 # Where a later torch writes this otherwise, the kernel just comes in turn.
-                body = body.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1)
+                if not is_first:
+                    body = body.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1)
                 define(name, body, *args, **options)
 
             wrapper.define_kernel = define_early

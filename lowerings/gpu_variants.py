@@ -51,17 +51,20 @@ class GraphHost:
         contributions: int,
         is_wanted: Any = 1,
         shared: dict[Any, Any] | None = None,
+        is_first: bool = False,
     ) -> None:
         """Take a realized call of at most so many contributions, in a graph of one size likely so.
 
         is_wanted: 1, or an expression that is 0 where nothing is to be launched; shared: buffers of
-        other hosts of the call, whose kernels are not launched where these are.
+        other hosts of the call, whose kernels are not launched where these are; is_first: the first
+        launch comes in turn, so that what is outside of the graph is there for all others.
         """
         self.call = call
         self.dtype = dtype
         self.facts = device
         self.is_wanted = is_wanted
         self.shared = shared
+        self.is_first = is_first
         self.made: Counter[Any] = Counter()
         self.device = call.hidden_states.get_device()
         self.is_early = starts_early(contributions, device)
@@ -116,7 +119,9 @@ class GraphHost:
         plain = {n: a.tensor if n in blocks else a for n, a in arguments.items()}
         grid = (programs * self.is_wanted, 1, 1)
         kernel = configured(kernel, tile.num_warps, tile.num_stages)
-        compat_inductor.launch_in_graph(kernel, grid, plain, blocks, is_early=self.is_early)
+        timing = {"is_early": self.is_early, "is_first": self.is_first}
+        compat_inductor.launch_in_graph(kernel, grid, plain, blocks, **timing)
+        self.is_first = False
 
     def operate(self, operator: Any, *args: Any) -> None:
         """Add the call of an operator to the graph, with 0 programs where none is wanted."""
@@ -176,6 +181,18 @@ def realized(call: Any) -> Any:
         w2=_boxed(ir.ExternKernel.realize_input(call.w2)),
         **scales,
     )
+
+
+def joins_loop(x: Any) -> bool:
+    """Say whether a loop of the graph computes a tensor, which reading it can join.
+
+    Buffers that kernels write are loops at first, too: of nothing.
+    """
+    while isinstance(x, (ir.MutableBox, ir.BaseView)):
+        x = x.data
+    if isinstance(x, ir.ComputedBuffer):
+        return x.get_name() not in V.graph.mutated_buffers
+    return isinstance(x, ir.Loops)
 
 
 def starts_early(contributions: int, device: DeviceFacts) -> bool:

@@ -240,7 +240,11 @@ def test_layers_of_one_graph_share_the_definitions_of_early_kernels(T: int) -> N
 
     source = generated_source(function, [x, *rest], tokens=T)
     ours = [name for name in launch_order(source) if name.endswith("_kernel")]
-    assert source.count("'launch_pdl': True") == len(set(ours)) and len(ours) == 2 * len(set(ours))
+    definitions = re.findall(r"async_compile\.triton\('\w+_kernel'", source)
+    # At 64 tokens the second layer's quantisation joins the first one's sum.
+    assert len(ours) == 2 * len(definitions) - (T != 1)
+    # All but the first of one token, which is itself defined once.
+    assert source.count("'launch_pdl': True") == len(definitions) - (T == 1)
 
 
 @pytest.mark.parametrize(
@@ -267,6 +271,27 @@ def test_decode_reads_ahead_what_comes_into_the_graph(
     x, _, _, *rest = shapes(1)
     source = generated_source(function, [x, *rest], tokens=1)
     assert re.findall(r"'IS_OLD': (\w+)", source) == [str(is_true) for is_true in is_old]
+
+
+@pytest.mark.parametrize("T", [1, 64])
+def test_rows_that_no_loop_computes_are_quantised_apart(T: int) -> None:
+    """Its kernel lets the next one start early; at one token it comes first, so in turn itself."""
+
+    def function(*args: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = EXPERTS(*args)
+        return out
+
+    x, _, _, *rest = shapes(T)
+    source = generated_source(function, [x, *rest], tokens=T)
+    order = launch_order(source)
+    assert order.count("requantize_kernel") == 2 and not any("per_fused" in name for name in order)
+    assert order[0] == ("requantize_kernel" if T == 1 else PLACE)
+    definitions = re.findall(
+        r"async_compile\.triton\('requantize_kernel'.*?@triton\.jit", source, re.S
+    )
+    early = ["'launch_pdl': True" in text for text in definitions]
+    assert early == ([False, True] if T == 1 else [True, True])
+    assert re.findall(r"'PDL': (\w+)", source).count("2") == (T == 1)
 
 
 def test_one_graph_launches_early_at_few_tokens() -> None:
