@@ -14,8 +14,9 @@ import triton.language as tl
 from .dependent_launch import let_next_start, wait_for_earlier
 from .fused_tiles import rounded
 from .routing_kernels import local_expert
+from .tile_epilogues import gated_value, row_scales, weighted_value
 from .tile_math import code_unit, codes_to_float, encode
-from .tile_products import gated_value, row_scales, split_panels, weight_rows, weighted_value
+from .tile_products import split_panels, weight_rows
 
 
 @triton.jit

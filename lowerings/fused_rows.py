@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from .fused_tiles import rounded, rows_of, tile_sums
+from .tile_epilogues import gated_value, row_scales, weighted_value
 from .tile_math import encode
-from .tile_products import gated_value, row_scales, split_panels, weighted_value
+from .tile_products import split_panels
 
 
 @triton.jit

@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile_math import apply_gate, code_unit, codes_to_float
+from .tile_epilogues import gated_value, row_scales, weighted_value
+from .tile_math import code_unit, codes_to_float
 
 
 @triton.jit
@@ -110,119 +111,6 @@ def multiply_add(
     else:
         w = codes_to_float(w, a.dtype, PACKED)
         return tl.dot(a, w, acc, input_precision="ieee", out_dtype=tl.float32)
-
-
-@triton.jit
-def dequantize(
-    acc: tl.tensor,
-    a_scale: tl.tensor,  # [BM, 1] or a scalar
-    w_scale_ptr,  # of this expert
-    bias_ptr,  # of this expert
-    scale_index: tl.tensor,
-    column: tl.tensor,
-    INTEGER: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-) -> tl.tensor:
-    """Return float32(acc) * (a_scale * w_scale) + bias; the only place that leaves int32."""
-    w_scale = tl.load(w_scale_ptr + scale_index)[None, :]
-    scale = a_scale * w_scale if INTEGER else w_scale
-    value = acc.to(tl.float32)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + column)[None, :].to(tl.float32)
-        return tl.fma(value, scale, bias)
-    else:
-        return value * scale
-
-
-@triton.jit
-def row_scales(
-    a_scale_ptr, rows: tl.tensor, INTEGER: tl.constexpr, HAS_ROW_SCALE: tl.constexpr
-) -> tl.tensor:
-    """Return the activations' scales: [BM, 1], or one value for all rows."""
-    if not INTEGER:
-        return 1.0
-    elif HAS_ROW_SCALE:
-        return tl.load(a_scale_ptr + rows)[:, None]
-    else:
-        return tl.load(a_scale_ptr)
-
-
-@triton.jit
-def gated_value(
-    gate: tl.tensor,
-    up: tl.tensor,
-    a_scale: tl.tensor,  # [BM, 1] or a scalar
-    w_scale_ptr,
-    bias_ptr,
-    expert: tl.tensor,  # int64
-    column: tl.tensor,  # < width
-    width,
-    alpha,
-    beta,
-    limit,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    INTEGER: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,  # "channel", "tensor" or "halves"
-) -> tl.tensor:
-    """Return f(h[:I]) * (h[I:] + beta) in fp32 of the sums h of one expert."""
-    ROWS: tl.constexpr = 2 if GATED else 1
-    if SCALE_COLUMNS == "channel":
-        w_scale_ptr += expert * ROWS * width
-        scale_index = column
-        up_index = column + width
-    else:
-        w_scale_ptr += expert * (2 if SCALE_COLUMNS == "halves" else 1)
-        scale_index = column * 0
-        up_index = scale_index + (1 if SCALE_COLUMNS == "halves" else 0)
-    if HAS_BIAS:
-        bias_ptr += expert * ROWS * width
-    h = dequantize(gate, a_scale, w_scale_ptr, bias_ptr, scale_index, column, INTEGER, HAS_BIAS)
-    u = h
-    if GATED:
-        u = dequantize(
-            up, a_scale, w_scale_ptr, bias_ptr, up_index, column + width, INTEGER, HAS_BIAS
-        )
-    return apply_gate(h, u, alpha, beta, limit, ACTIVATION, GATED, HAS_LIMIT)
-
-
-@triton.jit
-def weighted_value(
-    acc: tl.tensor,
-    a_scale: tl.tensor,  # [BM, 1] or a scalar
-    w_scale_ptr,
-    bias_ptr,
-    weights_ptr,
-    expert: tl.tensor,  # int64
-    contribution: tl.tensor,  # [BM]
-    column: tl.tensor,  # < width
-    width,
-    top_k,
-    stride_rt,
-    stride_rk,
-    HAS_BIAS: tl.constexpr,
-    HAS_ROUTER_WEIGHT: tl.constexpr,
-    INTEGER: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,  # "channel" or "tensor"
-) -> tl.tensor:
-    """Return (dequantised sums + bias) * router weight in fp32 of one expert."""
-    if SCALE_COLUMNS == "channel":
-        w_scale_ptr += expert * width
-        scale_index = column
-    else:
-        w_scale_ptr += expert
-        scale_index = column * 0
-    if HAS_BIAS:
-        bias_ptr += expert * width
-    value = dequantize(acc, a_scale, w_scale_ptr, bias_ptr, scale_index, column, INTEGER, HAS_BIAS)
-    if HAS_ROUTER_WEIGHT:
-        token = (contribution // top_k).to(tl.int64)
-        slot = (contribution % top_k).to(tl.int64)
-        weight = tl.load(weights_ptr + token * stride_rt + slot * stride_rk)
-        value = value * weight.to(tl.float32)[:, None]
-    return value
 
 
 @triton.jit

@@ -56,6 +56,7 @@ ASYNC_PAIRS: Final = (
 ASYNC_FUSED: Final[Table] = (
     FUSED[0],
     (200, ASYNC_TAIL, ASYNC_DOWN),
+    (400, replace(ASYNC, group_m=1, has_tail=True), ASYNC_DOWN),
     (float("inf"), ASYNC, ASYNC_DOWN),
 )
 DEEP: Final = 4096

@@ -47,6 +47,7 @@ def first_product(host: Any, plan: Any, rows: Any, tile: Tile) -> Any:
         float(call.beta),
         None if call.limit is None else float(call.limit),
         call.gated,
+        host.is_early,
         variant_layers.programs_of(host, tokens * top_k, experts, width, tile),
         _numbers(tile),
     )
@@ -73,6 +74,8 @@ def second_product(
         call.topk_weights,
         is_per_row,
         not call.apply_router_weight_on_input,
+        host.is_early,
+        host.is_old(call.w2),
         variant_layers.programs_of(host, tokens * top_k, experts, width, tile),
         _numbers(tile),
     )
@@ -89,6 +92,10 @@ def _numbers(tile: Tile) -> list[int]:
 def _blocks(numbers: list[int]) -> dict[str, int]:
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "PARTS", "num_warps", "STAGES")
     return dict(zip(names, numbers, strict=True))
+
+
+def _timing(is_early: bool) -> dict[str, bool]:
+    return {"PDL": True, "launch_pdl": True} if is_early else {"PDL": False}
 
 
 def _described(x: Tensor, block: list[int]) -> TensorDescriptor:
@@ -111,6 +118,7 @@ def _operands(
         "w": _described(w, [panels, blocks["BLOCK_N"], block_k]),
         "steps": tiles.ceil_div(depth, block_k),
         "width": w.shape[1],
+        "EVEN_N": w.shape[1] % blocks["BLOCK_N"] == 0,
     }
 
 
@@ -156,6 +164,7 @@ def launch_up(
     beta: float,
     limit: float | None,
     gated: bool,
+    is_early: bool,
     programs: int,
     tile: list[int],
 ) -> None:
@@ -189,6 +198,7 @@ def launch_up(
             SCALE_COLUMNS=scale_columns(w_scale.shape[1], w.shape[1]),
             DTYPE=dtype,
             IS_STATIC=code_scale is not None,
+            **_timing(is_early),
             **blocks,
         )
 
@@ -205,6 +215,8 @@ def launch_down(
     topk_weights: Tensor,
     is_per_row: bool,
     is_weighted: bool,
+    is_early: bool,
+    is_old: bool,
     programs: int,
     tile: list[int],
 ) -> None:
@@ -232,5 +244,7 @@ def launch_down(
             HAS_ROUTER_WEIGHT=is_weighted,
             HAS_ROW_SCALE=is_per_row,
             SCALE_COLUMNS=scale_columns(w_scale.shape[1], w.shape[1]),
+            IS_OLD=is_old,
+            **_timing(is_early),
             **blocks,
         )

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .dependent_launch import let_next_start, wait_for_earlier
 from .tile_products import tile_of
 
 
@@ -48,26 +49,31 @@ def place_of(pid, grid, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def request(
+def request_weights(
     ring,
     slot,
     step,
     expert,
-    first,
     column_block,
     PANELS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
-    """Ask for one depth step of a tile; past their ends descriptors read zeros."""
-    a, w, a_buffers, w_buffers, barriers = ring
+    """Ask for the weights of one depth step of a tile, whose rows are to follow."""
+    _a, w, _a_buffers, w_buffers, barriers = ring
     barrier = barriers.index(slot)
     mbarrier.expect(barrier, (BLOCK_M + PANELS * BLOCK_N) * BLOCK_K)
-    start = step * BLOCK_K
-    tma.async_copy_global_to_shared(a, [first, start], barrier, a_buffers.index(slot))
-    corner = [expert * PANELS, column_block * BLOCK_N, start]
+    corner = [expert * PANELS, column_block * BLOCK_N, step * BLOCK_K]
     tma.async_copy_global_to_shared(w, corner, barrier, w_buffers.index(slot))
+
+
+@gluon.jit
+def request_rows(ring, slot, step, first, BLOCK_K: gl.constexpr):
+    """Ask for the rows of one depth step of a tile; past their ends descriptors read zeros."""
+    a, _w, a_buffers, _w_buffers, barriers = ring
+    corner = [first, step * BLOCK_K]
+    tma.async_copy_global_to_shared(a, corner, barriers.index(slot), a_buffers.index(slot))
 
 
 @gluon.jit
@@ -81,11 +87,14 @@ def start_sequence(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """Return a ring of buffers with the first steps under way, and where the sequence is.
 
+    PDL: the weights come before the wait for the kernels ahead, which write the rows.
+
     ring: descriptors, buffers and barriers; at: buffer and phase of the step that is due, then
-    program, step, buffer, expert, first row and column block of the one to ask for next.
+    program, step and buffer of the one to ask for next, and its place.
     """
     a_buffers = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, BLOCK_K], a.layout)
     w_buffers = gl.allocate_shared_memory(gl.int8, [STAGES, PANELS, BLOCK_N, BLOCK_K], w.layout)
@@ -95,10 +104,69 @@ def start_sequence(
     fence_async_shared()
     ring = (a, w, a_buffers, w_buffers, barriers)
     pid = gl.program_id(0)
-    expert, first, _end, column_block = place_of(pid, grid, GROUP_M)
+    place = place_of(pid, grid, GROUP_M)
+    expert, first, _end, column_block = place
     for step in gl.static_range(STAGES - 1):
-        request(ring, step, step, expert, first, column_block, PANELS, BLOCK_M, BLOCK_N, BLOCK_K)
-    return ring, (0, 0, pid, STAGES - 1, STAGES - 1, expert, first, column_block)
+        request_weights(ring, step, step, expert, column_block, PANELS, BLOCK_M, BLOCK_N, BLOCK_K)
+    wait_for_earlier(PDL)
+    let_next_start(PDL)
+    for step in gl.static_range(STAGES - 1):
+        request_rows(ring, step, step, first, BLOCK_K)
+    return ring, (0, 0, pid, STAGES - 1, STAGES - 1, place)
+
+
+@gluon.jit
+def place_due(at):
+    """Return expert, first and end position, and column block of the tile that begins.
+
+    It is the one that is asked for: loads run ahead by no more steps than a tile has.
+    """
+    return at[5]
+
+
+@gluon.jit
+def add_step(
+    ring,
+    grid,
+    at,
+    acc,
+    steps,
+    IS_FIRST: gl.constexpr,
+    PANELS: gl.constexpr,
+    STAGES: gl.constexpr,
+    ROWS: gl.constexpr,  # that are multiplied: BLOCK_M, or half as many
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    """Begin to add the products of one depth step, and ask for a later step's operands."""
+    a_buffers, w_buffers, barriers = ring[2], ring[3], ring[4]
+    slot, phase, next_pid, next_step, next_slot, place = at
+    mbarrier.wait(barriers.index(slot), phase)
+    rows = a_buffers.index(slot).slice(0, ROWS, 0)
+    codes = w_buffers.index(slot).reshape((PANELS * BLOCK_N, BLOCK_K)).permute((1, 0))
+    acc = warpgroup_mma(rows, codes, acc, use_acc=not IS_FIRST, is_async=True)
+    # The product before has ended then, and its buffer is free: for these warps. Triton puts
+    # a barrier of all before the load that fills it (a test reads the assembly).
+    acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
+    programs = grid[1] * grid[2]
+    if next_step == steps:
+        next_step = 0
+        next_pid += gl.num_programs(0)
+        if next_pid < programs:
+            place = place_of(next_pid, grid, GROUP_M)
+    if next_pid < programs:
+        expert, first, _end, column_block = place
+        request_weights(
+            ring, next_slot, next_step, expert, column_block, PANELS, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+        request_rows(ring, next_slot, next_step, first, BLOCK_K)
+    next_step += 1
+    next_slot = next_slot + 1 if next_slot < STAGES - 1 else 0
+    phase = phase if slot < STAGES - 1 else phase ^ 1
+    slot = slot + 1 if slot < STAGES - 1 else 0
+    return acc, (slot, phase, next_pid, next_step, next_slot, place)
 
 
 @gluon.jit
@@ -109,50 +177,55 @@ def tile_sums(
     steps,
     PANELS: gl.constexpr,
     STAGES: gl.constexpr,
-    ROWS: gl.constexpr,  # that are multiplied: BLOCK_M, or half as many
+    ROWS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Return a tile's int32 sums, gate and up side by side, and where the sequence is then."""
-    a_buffers, w_buffers, barriers = ring[2], ring[3], ring[4]
-    slot, phase, next_pid, next_step, next_slot, next_expert, next_first, next_column = at
-    programs = grid[1] * grid[2]
-    COLUMNS: gl.constexpr = PANELS * BLOCK_N
-    layout: gl.constexpr = product_layout(ROWS, COLUMNS, num_warps)
-    acc = warpgroup_mma_init(gl.zeros((ROWS, COLUMNS), gl.int32, layout))
-    for _ in range(steps):
-        mbarrier.wait(barriers.index(slot), phase)
-        rows = a_buffers.index(slot).slice(0, ROWS, 0)
-        codes = w_buffers.index(slot).reshape((COLUMNS, BLOCK_K)).permute((1, 0))
-        acc = warpgroup_mma(rows, codes, acc, is_async=True)
-        # The product before has ended then, and its buffer is free: for these warps. Triton puts
-        # a barrier of all before the load that fills it (a test reads the assembly).
-        acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
-        if next_step == steps:
-            next_step = 0
-            next_pid += gl.num_programs(0)
-            if next_pid < programs:
-                next_expert, next_first, _end, next_column = place_of(next_pid, grid, GROUP_M)
-        if next_pid < programs:
-            request(
-                ring,
-                next_slot,
-                next_step,
-                next_expert,
-                next_first,
-                next_column,
-                PANELS,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-            )
-        next_step += 1
-        next_slot = next_slot + 1 if next_slot < STAGES - 1 else 0
-        phase = phase if slot < STAGES - 1 else phase ^ 1
-        slot = slot + 1 if slot < STAGES - 1 else 0
-    sums = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    at = (slot, phase, next_pid, next_step, next_slot, next_expert, next_first, next_column)
-    return sums, at
+    """Return a tile's int32 sums, the last under way, and where the sequence is then.
+
+    Gate and up lie side by side, as in product_layout; ended_sums waits for the sums.
+    """
+    layout: gl.constexpr = product_layout(ROWS, PANELS * BLOCK_N, num_warps)
+    acc = warpgroup_mma_init(gl.zeros((ROWS, PANELS * BLOCK_N), gl.int32, layout))
+    # By itself, for it need not read the zeros: their registers would be cleared for each tile.
+    acc, at = add_step(
+        ring,
+        grid,
+        at,
+        acc,
+        steps,
+        True,
+        PANELS,
+        STAGES,
+        ROWS,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        GROUP_M,
+    )
+    for _ in range(1, steps):
+        acc, at = add_step(
+            ring,
+            grid,
+            at,
+            acc,
+            steps,
+            False,
+            PANELS,
+            STAGES,
+            ROWS,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            GROUP_M,
+        )
+    return acc, at
+
+
+@gluon.jit
+def ended_sums(acc):
+    """Return a tile's sums when they are there."""
+    return warpgroup_mma_wait(num_outstanding=0, deps=(acc,))

@@ -24,12 +24,12 @@ HUMMING_EXPERTS: Final = f"humming_{EXPERTS}"
 WGMMA_UP: Final = (
     "_wgmma_up(Tensor(a!) out, Tensor rows, Tensor scale, Tensor w, Tensor w_scale, Tensor? bias, "
     "Tensor tiles, Tensor? code_scale, bool is_per_row, str dtype, str activation, float alpha, "
-    "float beta, float? limit, bool gated, SymInt programs, int[] tile) -> ()"
+    "float beta, float? limit, bool gated, bool is_early, SymInt programs, int[] tile) -> ()"
 )
 WGMMA_DOWN: Final = (
     "_wgmma_down(Tensor(a!) out, Tensor rows, Tensor scale, Tensor w, Tensor w_scale, "
     "Tensor? bias, Tensor tiles, Tensor order, Tensor topk_weights, bool is_per_row, "
-    "bool is_weighted, SymInt programs, int[] tile) -> ()"
+    "bool is_weighted, bool is_early, bool is_old, SymInt programs, int[] tile) -> ()"
 )
 NO_BACKWARD: Final = "no_backward(Tensor grad) -> Tensor"
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from int8moe_compile.lowerings.tile_math import code_unit, codes_to_float
+from int8moe_compile.lowerings.tile_math import code_unit, codes_to_float, exact_exp
 
 
 @triton.jit
@@ -24,6 +24,26 @@ def converted(dtype: torch.dtype, device: str, *, is_packed: bool) -> torch.Tens
     out = torch.empty(256, dtype=dtype, device=device)
     codes_kernel[(1,)](out, codes, is_packed, 256, num_warps=1)
     return out
+
+
+@triton.jit
+def exp_kernel(out_ptr, x_ptr, count, BLOCK: tl.constexpr):
+    """Store exp of each number."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, exact_exp(tl.load(x_ptr + at, at < count)), at < count)
+
+
+def check_exponentials(device: str) -> None:
+    """Hold exact_exp to fp64 from end to end, and beyond both."""
+    x = torch.cat([torch.linspace(-87.0, 88.3, 40001), torch.linspace(-1.0, 1.0, 4001)]).to(device)
+    out = torch.empty_like(x)
+    exp_kernel[(triton.cdiv(len(x), 1024),)](out, x, len(x), 1024)
+    wanted = x.double().exp()
+    assert ((out.double() - wanted).abs() / wanted).max() < 3 * 2.0**-23
+    far = torch.tensor([-88.0, -1e30, float("-inf"), 88.6, 1e30, float("inf"), float("nan")])
+    out = torch.empty(len(far), device=device)
+    exp_kernel[(1,)](out, far.to(device), len(far), 8)
+    assert out[:6].tolist() == [0.0, 0.0, 0.0, *3 * [float("inf")]] and out[6].isnan()
 
 
 def rows_of_every_significand(dtype: torch.dtype) -> torch.Tensor:

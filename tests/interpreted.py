@@ -8,7 +8,7 @@ from __future__ import annotations
 import interpreter  # noqa: F401  (first: it sets TRITON_INTERPRET)
 import pytest
 import torch
-from code_values import converted
+from code_values import check_exponentials, converted
 from gpu_cases import CASES, Case
 from support import Problem, assert_close, probe, problem
 
@@ -50,6 +50,10 @@ def test_ties_round_to_even() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_code_becomes_its_float(dtype: torch.dtype) -> None:
     assert torch.equal(converted(dtype, "cpu", is_packed=False), torch.arange(-128, 128).to(dtype))
+
+
+def test_exp_keeps_to_two_units() -> None:
+    check_exponentials("cpu")
 
 
 def test_the_integer_sum_does_not_wrap() -> None:

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from code_values import converted, rows_of_every_significand
+from code_values import check_exponentials, converted, rows_of_every_significand
 from support import problem
 
 from int8moe_compile.lowerings import tile_math, tiles, variant_rows
@@ -148,3 +148,8 @@ def test_rows_of_every_significand_and_maximum(dtype: torch.dtype) -> None:
     expected, expected_scale = quantize.quantize_activations(x, "token", None)
     assert torch.equal(codes.cpu(), expected)
     assert torch.equal(scale.cpu().nan_to_num(7.0), expected_scale.flatten().nan_to_num(7.0))
+
+
+@pytest.mark.gpu
+def test_exp_keeps_to_two_units() -> None:
+    check_exponentials("cuda")

@@ -41,7 +41,7 @@ def call(programs: int, w: torch.Tensor, tile: list[int] = TILE, rows: int = 64)
     out, weights = torch.zeros(64, 528, dtype=torch.bfloat16), torch.zeros(32, 2)
     numbers = torch.zeros(64, dtype=torch.int32)
     scale, w_scale, tiles = torch.zeros(64), torch.zeros(4, 528), numbers.view(-1, 2)
-    rest = (tiles, numbers, weights, True, True, programs, tile)
+    rest = (tiles, numbers, weights, True, True, False, True, programs, tile)
     wgmma.launch_down(out, codes, scale, w, w_scale, None, *rest)
 
 
