@@ -1,7 +1,8 @@
 """Time what compiling and calling cost on the host: torch.compile cold, and one eager call.
 
 The compilation is that of one Qwen3-MoE decoder model with empty caches, bf16 and INT8 in
-processes of their own, so that neither warms the other.
+processes of their own, so that neither warms the other. An eager call repeats what the first of
+its kind launched; what that first one costs but for compiling is the other number.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def cold(scheme: str, layers: int, tokens: int, *, is_profiled: bool) -> float:
 
 
 def eager_us(tokens: int, calls: int) -> float:
-    """Return the host's microseconds for one eager call, the GPU never waited for."""
+    """Return the host's microseconds for one eager call of its kind, the GPU never waited for."""
     from stages import problem
 
     args = problem("qwen3", tokens)
@@ -94,9 +95,15 @@ def main() -> None:
                 caches = {CACHE: folder, "TRITON_CACHE_DIR": str(Path(folder, "triton"))}
                 done = subprocess.run(command, env={**os.environ, **caches}, check=False)
             print(f"{scheme} turn {turn}: exit {done.returncode}", flush=True)
+    from int8moe_compile.lowerings import prepared
+
     # So few calls that the launch queue (1024 deep) never fills and blocks the host.
     for tokens in (1, 16, 64):
-        print(f"eager, {tokens} tokens: {eager_us(tokens, 60):.1f} us on the host", flush=True)
+        repeated = eager_us(tokens, 60)
+        with prepared.plainly():
+            first = eager_us(tokens, 60)
+        times = f"{repeated:.1f} us on the host, {first:.1f} with no call of its kind before"
+        print(f"eager, {tokens} tokens: {times}", flush=True)
 
 
 if __name__ == "__main__":
