@@ -157,7 +157,7 @@ def test_calls_in_a_row_wait_for_each_other(T: int) -> None:
             assert torch.equal(out, expected[turn % 6]), (variants.label(variant), turn)
 
 
-@pytest.mark.parametrize("T", [1, 64])
+@pytest.mark.parametrize("T", [1, 64, 1100])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_layers_of_one_graph_wait_for_each_other(T: int, mode: str) -> None:
     """The routing of both is computed in the graph, by the kernel ahead of the layer."""
