@@ -126,9 +126,9 @@ def metadata_check(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     """Return a function that compares as many tensors with these, but for contents and addresses.
 
     Class, dispatch keys, dtype, device, sizes and strides, and whether a gradient would be wanted;
-    it is False, too, if one is given twice. Dynamo's own guard: 1.2 us for seven tensors, 4 in
-    Python. It keeps no tensor alive. None where torch (2.11-2.14 have it) has it no longer;
-    removable when torch has a public one.
+    it is False, too, if one is given twice. Dynamo's own guard: 0.8 us for seven tensors, of which
+    Python reads as much in 2.9. It keeps no tensor alive. None where torch (2.11 and 2.13 do) does
+    not have it; removable when torch has a public one.
     """
     guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     if not hasattr(guards, "TensorGuards"):
@@ -144,7 +144,7 @@ def metadata_check(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
 def buffer_maker(device_type: str) -> Callable[..., Tensor] | None:
     """Return what makes a tensor of (sizes, strides, dtype) on the current device, past dispatch.
 
-    None where torch (2.11-2.14 have it) has it no longer; half of what torch.empty takes.
+    None where torch (2.11 and 2.13 do) does not have it; a third of what torch.empty takes.
     Removable when that costs no more.
     """
     guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)

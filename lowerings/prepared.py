@@ -1,8 +1,8 @@
 """Repeat eager CUDA calls of int8moe::experts that differ from one before in addresses only.
 
-T tokens, K experts per token. A call's checks, kernels, tiles and their arguments follow from
-metadata. The first call of a kind is checked, runs as eager.py says and is recorded; the next ones
-allocate and launch. What cannot be repeated runs as eager.py says every time.
+A call's checks, kernels, tiles and their arguments follow from metadata. The first call of a kind
+is checked, runs as eager.py says and is recorded; the next ones allocate and launch. What cannot be
+repeated runs as eager.py says every time.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ MOST_KINDS: Final = 16
 # What Triton specialises kernels for, in bytes.
 ALIGNMENT: Final = 16
 
+# By value: 0.0 and -0.0 are one, between which nothing differs but a zero's sign.
 Key = tuple[Any, ...]
 # Says whether tensors are like those of a call; repeats that at other addresses, None: cannot be.
 Kind = tuple[Callable[..., bool], Callable[[tuple[int, ...]], Tensor] | None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -190,5 +191,9 @@ def test_transforms_and_fakes_get_their_turn(direct: list[int]) -> None:
     assert not direct
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() or not (shutil.which("gcc") or shutil.which("clang")),
+    reason="needs a C compiler, and no other driver",
+)
 def test_what_the_driver_is_asked_for() -> None:
     own_process.run("launched_at_once.py")
