@@ -63,7 +63,7 @@ DEEP: Final = 4096
 DEEP_ASYNC_FUSED: Final[Table] = (
     FUSED[0],
     (100, ASYNC_TAIL, ASYNC_WIDE_DOWN),
-    (float("inf"), ASYNC_WIDE, ASYNC_WIDE_DOWN),
+    (float("inf"), replace(ASYNC_WIDE, group_m=4), replace(ASYNC_WIDE_DOWN, group_m=4)),
 )
 UNEVEN_ASYNC_FUSED: Final[Table] = (
     *UNEVEN_FUSED[:3],

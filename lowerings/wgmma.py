@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import tiles, variant_layers, wgmma_kernels
+from . import launches, tiles, variant_layers, wgmma_kernels
 from .eager import device_of, scale_columns
 from .tiles import Tile
 
@@ -143,7 +143,7 @@ def _is_idle(name: str, w: Tensor, tile: list[int], programs: int) -> bool:
 def _launch(kernel: Any, programs: int, **arguments: Any) -> None:
     """Launch a kernel; where no program is due, have it compiled and loaded."""
     if programs > 0:
-        kernel[(programs,)](**arguments)
+        launches.launch(kernel, programs, **arguments)
     else:
         kernel.run(grid=(1,), warmup=True, **arguments).run  # noqa: B018 - the property loads it
 
