@@ -110,9 +110,11 @@ def hopper(driver: Any) -> Iterator[dict[Any, Any]]:
     patches = [
         mock.patch.object(eager, "facts_of", lambda device: offline.facts_of("sm_90")),
         mock.patch.object(eager_variants, "has_assembly", lambda device: True),
+        mock.patch.object(eager_variants.EagerHost, "operate", offline._operate),
     ]
     modules = (offline.eager_kernels, offline.routing_kernels, offline.fused_kernels)
-    for module in (*modules, offline.decode_kernels, offline.quantizing):
+    modules += (offline.decode_kernels, offline.quantizing, offline.wgmma_kernels)
+    for module in modules:
         for name in dir(module):
             if name.endswith("_kernel"):
                 patches.append(
@@ -175,11 +177,12 @@ def cases() -> dict[str, Problem]:
         "strided": problem(1, T=3, **sizes).with_(topk_ids=torch.arange(6).reshape(2, 3).t()),
         "tensor": with_scheme(problem(1, T=64, **sizes), "tensor"),
         "tiles by descriptor": problem(1, T=900, **{**sizes, "dtype": torch.float16}),
+        "asynchronous": problem(1, T=1200, H=512, I=384, E=8, K=2),
     }
 
 
 # By descriptor, and with zeros, launches are repeated by Triton's launchers.
-APART = ("tiles by descriptor", "tensor")
+APART = ("tiles by descriptor", "asynchronous", "tensor")
 
 
 @pytest.mark.parametrize("name", cases())
