@@ -67,6 +67,7 @@ def launcher_of(kernel: Any, compiled: Any) -> Launcher | None:
     has_parts = all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata"))
     if not release or torch.version.hip is not None or not has_parts:
         return None
+    # Looked at once: hooks that a kernel gets later are not called at repeats.
     if getattr(kernel, "pre_run_hooks", None):
         return None
     run, metadata = compiled.run, compiled.packed_metadata

@@ -16,19 +16,18 @@ LOWERINGS: Final[tuple[str, ...]] = (
     "int8moe_compile.lowerings.dequantize",
 )
 
-# Device type -> "module:function" that takes one ExpertsArguments, already checked.
+# Device type -> "module:function" that computes int8moe::experts. The CPU's takes one
+# ExpertsArguments, already checked; CUDA's the operator's own arguments, and checks those whose
+# like it has not met.
 KERNELS: Final[dict[str, str]] = {
     "cpu": "int8moe_compile.lowerings.cpu:experts",
-    "cuda": "int8moe_compile.lowerings.eager:experts",
+    "cuda": "int8moe_compile.lowerings.prepared:experts",
 }
 
-# What takes the operator's own arguments on CUDA and checks them, where it does not know them.
-CUDA_CALL: Final = "int8moe_compile.lowerings.prepared:experts"
-
-# As in KERNELS, for int8moe::humming_experts; imports humming-kernels.
+# As the CPU's in KERNELS, for int8moe::humming_experts; imports humming-kernels.
 HUMMING_KERNEL: Final = "int8moe_compile.lowerings.humming:experts"
 
-# As in KERNELS, for int8moe::_wgmma_up and _wgmma_down, which take a layer half computed.
+# For int8moe::_wgmma_up and _wgmma_down, which take a layer half computed.
 PRODUCT_KERNELS: Final[dict[str, str]] = {
     "up": "int8moe_compile.lowerings.wgmma:launch_up",
     "down": "int8moe_compile.lowerings.wgmma:launch_down",
@@ -41,14 +40,8 @@ MARKER_LOWERED: Final = "int8moe_compile.passes.notices:marker_lowered"
 
 @functools.cache
 def kernel(device_type: str) -> Callable[..., Any]:
-    """Import and return the experts kernel of a device type."""
+    """Import and return the experts kernel of a device type, which takes what KERNELS says."""
     return _function(KERNELS[device_type])
-
-
-@functools.cache
-def cuda_call() -> Callable[..., Any]:
-    """Import and return what takes int8moe::experts' arguments on CUDA."""
-    return _function(CUDA_CALL)
 
 
 @functools.cache

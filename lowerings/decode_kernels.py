@@ -3,7 +3,7 @@
 T tokens, H hidden, I intermediate, E local experts, K experts per token. A program takes whole
 rows of an expert's weights and one contribution, or all slots of one token. Codes come as words
 of four, of which dp4a multiplies and adds a pair in one instruction; sums of codes are exact, and
-the epilogues are those of tile_products.py.
+the epilogues are those of tile_epilogues.py.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ ahead has let it (let_next_start) or ended, and sees what earlier kernels wrote 
 Every kernel with PDL waits in each of its programs and before its first store, so that who waits
 for it waits for everything earlier, too. Second products read the routing before they wait: it is
 older than the first product, which lets the next kernel start only after its own wait, and until
-then nothing behind it starts. decode's products read weights and ids so where these come from
-outside of the call or graph, and quantising, launched without this, lies between (IS_OLD).
+then nothing behind it starts; asynchronous ones read their weights, too, if these come from outside
+of the call or graph (IS_OLD). decode's products read weights and ids so, as quantising, launched
+without this, lies between.
 Quantising and routing let the next kernel start at once. All of this takes what was launched early
 ahead of the call, by whomever, to have waited as well.
 """

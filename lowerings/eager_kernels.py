@@ -1,7 +1,8 @@
 """The Triton kernels of eager CUDA calls: quantise, two grouped products, combine.
 
 T tokens, H hidden, I intermediate, E local experts, K experts per token. What a tile computes
-stands in tile_products.py and tile_math.py, where the Inductor templates take it from, too.
+stands in tile_products.py, tile_epilogues.py and tile_math.py, where the Inductor templates take it
+from, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Grouped products, by descriptor or pointers, persistent or not, quantising by given scales.
 
 T tokens, H hidden, I intermediate, E local experts, K experts per token; tiles as in
-fused_rows.py, epilogues as in tile_products.py. With PARTS = 2 an expert's last tile, where it
+fused_rows.py, epilogues as in tile_epilogues.py. With PARTS = 2 an expert's last tile, where it
 has at most half the rows, is multiplied as half a tile.
 """
 

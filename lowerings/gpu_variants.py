@@ -130,9 +130,10 @@ class GraphHost:
         call(*rest, programs * self.is_wanted, tile)
 
     def is_old(self, *tensors: Any) -> bool:
-        """Say whether tensors come into the graph: a launch that is not early lies between.
+        """Say whether tensors come into the graph, and so were there before its first launches.
 
-        What the graph itself computes may come from the kernel ahead.
+        A launch that is not early, or the first product, which lets the next kernel start after
+        its own wait, lies between. What the graph computes may come from the kernel ahead.
         """
         names = [tensor.get_name() for tensor in tensors if tensor is not None]
         outside = V.graph.graph_inputs.keys() | V.graph.constants.keys()
@@ -193,6 +194,12 @@ def joins_loop(x: Any) -> bool:
     if isinstance(x, ir.ComputedBuffer):
         return x.get_name() not in V.graph.mutated_buffers
     return isinstance(x, ir.Loops)
+
+
+def lies_in_order(x: Any) -> bool:
+    """Say whether a tensor is a buffer without gaps, or a view of one, as kernels read it."""
+    layout = x.maybe_get_layout()
+    return layout is not None and layout.is_contiguous()
 
 
 def starts_early(contributions: int, device: DeviceFacts) -> bool:

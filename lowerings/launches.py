@@ -39,15 +39,13 @@ class Described:
 class Launch:
     """Keep one launch: the kernel, what Triton compiled, its programs, arguments in its order.
 
-    arguments: Place for each tensor, Described for each descriptor, else the value. options: those
-    of the launch that are no arguments.
+    arguments: Place for each tensor, Described for each descriptor, else the value.
     """
 
     kernel: Any
     compiled: Any
     programs: int
     arguments: tuple[Any, ...]
-    options: dict[str, Any]
 
 
 _signature = functools.cache(inspect.signature)
@@ -78,12 +76,11 @@ class Recording:
     ) -> None:
         """Take a launch into account."""
         names = kernel.arg_names
-        options = {name: value for name, value in given.items() if name not in names}
         named = {name: value for name, value in given.items() if name in names}
         bound = _signature(kernel.fn).bind(*args, **named)
         bound.apply_defaults()
         arguments = tuple(self._resolved(value) for value in bound.arguments.values())
-        self.launches.append(Launch(kernel, compiled, programs, arguments, options))
+        self.launches.append(Launch(kernel, compiled, programs, arguments))
 
     def refuse(self, reason: str) -> None:
         """Let the call never be repeated."""

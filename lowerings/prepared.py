@@ -140,7 +140,7 @@ def _remember(key: Key, kind: Kind) -> None:
 
 
 def forget() -> None:
-    """Forget all calls: what kernels they get has changed."""
+    """Forget all calls, for tests and benchmarks: what kernels they get has changed."""
     _met.clear()
 
 

@@ -72,6 +72,8 @@ def repeat_of(recording: Recording, result: Tensor) -> Callable[[Addresses], Ten
         if launcher is None:
             return None
         launchers.append(launcher)
+    if any(p.index == output and p.offset for each in recording.launches for p in places_of(each)):
+        return None  # of the result only its beginning is passed on
     memory = arrange(recording, output)
     slots = _slots(recording, output, memory)
     described = [
@@ -87,7 +89,8 @@ def repeat_of(recording: Recording, result: Tensor) -> Callable[[Addresses], Ten
     again, constants = _again(recording, launchers, slots, described)
     rare = _rare(memory, slots, described, device.device)
     offsets = [memory.offset_of(place) for place in slots.buffers]
-    return _repeat(device, result, memory.size, offsets, again, constants, rare)
+    kernels = [launcher.kernel for launcher in launchers]
+    return _repeat(device, result, memory.size, offsets, again, constants, rare, kernels)
 
 
 def _is_described(value: Any) -> bool:
@@ -282,7 +285,9 @@ def _repeat(
     launches: list[Again],
     constants: tuple[Any, ...],
     rare: Rare | None,
+    kernels: list[Any],
 ) -> Callable[[Addresses], Tensor]:
+    """Return what launches one by one; kernels must outlive their launches."""
     index = device.device.index or 0
     current, stream, make = device.current, device.stream, device.make
     sizes, strides, dtype, byte = tuple(result.shape), result.stride(), result.dtype, torch.uint8
@@ -306,4 +311,5 @@ def _repeat(
         del kept
         return output
 
+    repeat.held = kernels  # type: ignore[attr-defined]
     return repeat

@@ -122,19 +122,21 @@ def _operands(
     }
 
 
-# Where no program was due: names of products, addresses of their weights, tiles.
+# Where no program was due: what kernels are compiled for, and the addresses of their weights.
 _prepared: set[tuple[Any, ...]] = set()
 
 
-def _is_idle(name: str, w: Tensor, tile: list[int], programs: int) -> bool:
+def _is_idle(programs: int, w: Tensor, *kind: Any) -> bool:
     """Say whether nothing is to be done: no program is due, and not for the first time.
+
+    kind: all that a kernel is compiled for, beside its weights.
 
     A graph of any size calls what it does not want now, for which it should wait no longer than
     it must, and may be recorded when it does.
     """
     if programs > 0:
         return False
-    key = (name, w.data_ptr(), *tile)
+    key = (w.data_ptr(), w.shape, *kind)
     was_prepared = key in _prepared
     _prepared.add(key)
     return was_prepared
@@ -173,7 +175,9 @@ def launch_up(
     scale: one for each row if is_per_row, else one. dtype: what the result is rounded to, before
     code_scale quantises it. programs: how many to launch. tile: as _numbers has it.
     """
-    if _is_idle("up", w, tile, programs):
+    gate = (activation, alpha, beta, limit, gated)
+    given = (bias is None, code_scale is None, is_per_row, dtype, w_scale.shape)
+    if _is_idle(programs, w, "up", is_early, *gate, *given, *tile):
         return
     blocks = _blocks(tile)
     with device_of(out):
@@ -221,7 +225,8 @@ def launch_down(
     tile: list[int],
 ) -> None:
     """Write the second product of rows [T*K, I] by position into out [T*K, H] by contribution."""
-    if _is_idle("down", w, tile, programs):
+    given = (bias is None, is_per_row, is_weighted, out.dtype, w_scale.shape, topk_weights.dtype)
+    if _is_idle(programs, w, "down", is_early, is_old, *given, *tile):
         return
     blocks = _blocks(tile)
     stride_rt, stride_rk = topk_weights.stride()

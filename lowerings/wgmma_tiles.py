@@ -91,10 +91,9 @@ def start_sequence(
 ):
     """Return a ring of buffers with the first steps under way, and where the sequence is.
 
-    PDL: the weights come before the wait for the kernels ahead, which write the rows.
-
     ring: descriptors, buffers and barriers; at: buffer and phase of the step that is due, then
-    program, step and buffer of the one to ask for next, and its place.
+    program, step and buffer of the one to ask for next, and its place. PDL: weights come before
+    the wait for the kernels ahead, which write the rows.
     """
     a_buffers = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, BLOCK_K], a.layout)
     w_buffers = gl.allocate_shared_memory(gl.int8, [STAGES, PANELS, BLOCK_N, BLOCK_K], w.layout)

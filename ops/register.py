@@ -39,15 +39,15 @@ def operator_of(backend: str) -> torch._ops.OpOverload:
     return humming_experts.default if backend == "humming" else experts.default
 
 
-def _experts_kernel(*args: Any, **kwargs: Any) -> Tensor:
+def _experts_cpu(*args: Any, **kwargs: Any) -> Tensor:
     call = ExpertsArguments(*args, **kwargs)
     check_experts(call, traced=False)
-    result: Tensor = registry.kernel(call.hidden_states.device.type)(with_finite_limit(call))
+    result: Tensor = registry.kernel("cpu")(with_finite_limit(call))
     return result
 
 
 def _experts_cuda(*args: Any, **kwargs: Any) -> Tensor:
-    result: Tensor = registry.cuda_call()(*args, **kwargs)
+    result: Tensor = registry.kernel("cuda")(*args, **kwargs)
     return result
 
 
@@ -128,7 +128,7 @@ def _experts_autograd(keys: Any, *args: Any, **kwargs: Any) -> Tensor:
     # Where nothing is to be done and nothing lies between, another dispatch changes nothing.
     is_plain = keys.raw_repr() == _PLAIN_KEYS and not in_forward_mode()
     if is_plain and not (torch.is_grad_enabled() and _wants_gradient(args, kwargs)):
-        result: Tensor = registry.cuda_call()(*args, **kwargs)
+        result: Tensor = registry.kernel("cuda")(*args, **kwargs)
         return result
     return _forward_only(experts.default, args, kwargs)
 
@@ -183,7 +183,7 @@ def _wgmma_down_kernel(*args: Any) -> None:
 
 _library.impl("_wgmma_up", _wgmma_up_kernel, "CUDA")
 _library.impl("_wgmma_down", _wgmma_down_kernel, "CUDA")
-_library.impl("experts", _experts_kernel, "CPU")
+_library.impl("experts", _experts_cpu, "CPU")
 _library.impl("experts", _experts_cuda, "CUDA")
 for _device in ("CPU", "CUDA"):
     _library.impl("humming_experts", _humming_kernel, _device)

@@ -294,6 +294,27 @@ def test_rows_that_no_loop_computes_are_quantised_apart(T: int) -> None:
     assert re.findall(r"'PDL': (\w+)", source).count("2") == (T == 1)
 
 
+@pytest.mark.parametrize("rows", ["part", "every other", "transposed"])
+def test_rows_with_gaps_are_quantised_where_they_are(rows: str) -> None:
+    """A loop reads them in place; a kernel of our own would have them copied first."""
+    T = 64
+    given = {"part": (T, 1024), "every other": (2 * T, 512), "transposed": (512, T)}[rows]
+
+    def function(wide: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        if rows == "part":
+            wide = wide.narrow(1, 0, 512)
+        else:
+            wide = torch.ops.aten.slice(wide, 0, 0, None, 2) if rows == "every other" else wide.t()
+        out: torch.Tensor = EXPERTS(wide, *args)
+        return out
+
+    x, _, _, *rest = shapes(T)
+    source = generated_source(function, [(given, x[1]), *rest], tokens=T)
+    order = launch_order(source)
+    assert order.count("requantize_kernel") == 1
+    assert not any(name.startswith("triton_poi") for name in order[:2]), order
+
+
 def test_one_graph_launches_early_at_few_tokens() -> None:
     source = generated_source(block(), shapes("T"), tokens=300)
     pattern = r"async_compile\.triton\('fused_up_kernel'.*?@triton\.jit"

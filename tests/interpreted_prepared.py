@@ -304,7 +304,7 @@ def recording_of(sizes: list[int], uses: list[list[int]]) -> launches.Recording:
     recording.buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes]
     for used in uses:
         places = tuple(launches.Place("buffer", index) for index in used)
-        recording.launches.append(launches.Launch(None, None, 1, places, {}))
+        recording.launches.append(launches.Launch(None, None, 1, places))
     return recording
 
 

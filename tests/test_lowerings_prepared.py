@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,10 +17,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from int8moe_compile import compat_triton, registry
 from int8moe_compile.ops import register
+from int8moe_compile.ops.arguments import ExpertsArguments
 
 
 def test_repeated_calls_in_the_interpreter() -> None:
     own_process.run("interpreted_prepared.py", TRITON_INTERPRET="1")
+
+
+def test_arguments_are_those_of_the_schema() -> None:
+    from int8moe_compile.lowerings import prepared
+
+    schema = torch.ops.int8moe.experts.default._schema
+    given = inspect.signature(prepared.experts).parameters
+    names = tuple(argument.name for argument in schema.arguments)
+    assert names == tuple(given) == ExpertsArguments._fields
+    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    ours = {name: p.default for name, p in given.items() if p.default is not p.empty}
+    assert defaults == ours == ExpertsArguments._field_defaults
 
 
 def compiled_with(scratch: int) -> Any:
@@ -129,9 +143,10 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def call(*args: Any, **kwargs: Any) -> torch.Tensor:
         calls.append(1)
-        return register._experts_kernel(*args, **kwargs)
+        return register._experts_cpu(*args, **kwargs)
 
-    monkeypatch.setattr(registry, "cuda_call", lambda: call)
+    kernel = registry.kernel
+    monkeypatch.setattr(registry, "kernel", lambda name: call if name == "cuda" else kernel(name))
     return calls
 
 
