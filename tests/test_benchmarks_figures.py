@@ -7,15 +7,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PERFORMANCE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ROWS: list[dict[str, Any]] = json.loads(
     (ROOT / "benchmarks" / "results" / "h200.json").read_text(encoding="utf-8")
 )["rows"]
-BEFORE: list[dict[str, Any]] = json.loads(
-    (ROOT / "benchmarks" / "results" / "h200_before_wgmma.json").read_text(encoding="utf-8")
-)["rows"]
+# How a sentence of gains begins, what was measured before and after.
+GAINS = {
+    "Asynchronous products and faster quantising": ("h200_before_wgmma", "h200_first_wgmma"),
+    "What a tile needs read before its products": ("h200_first_wgmma", "h200"),
+}
 CONTESTANTS = ("int8", "int8 eager", "static", "w8a16", "hf bf16")
 
 
@@ -47,36 +51,59 @@ def test_what_is_said_of_the_table() -> None:
     few = [r["hf bf16"] / r["w8a16"] for r in ROWS if "w8a16" in r and r["tokens"] <= 64]
     assert f"w8a16 is {min(few):.1f} to {max(few):.1f} times as fast up to 64" in PERFORMANCE
     met = {(r["shape"], r["tokens"]) for r in ROWS if r["target"] and r["int8"] <= r["target"]}
-    assert met == {("mixtral-8x7b", 4096), ("mixtral-8x7b", 16384)}
-    assert "Targets met or beaten: Mixtral 4096 and 16384." in PERFORMANCE
+    assert met == {("mixtral-8x7b", 4096), ("mixtral-8x7b", 16384), ("qwen1.5-moe-a2.7b", 1)}
+    assert "Targets met or beaten: Qwen1.5 1; Mixtral 4096 and 16384." in PERFORMANCE
+    over = {
+        (r["shape"].split("-")[0], r["tokens"]): f"{100 * (r['int8'] / r['target'] - 1):.1f}"
+        for r in ROWS
+        if r["target"] and r["int8"] > 1.1 * r["target"]
+    }
+    assert over == {("qwen3", 16): "10.6", ("qwen1.5", 4096): "10.5"}
+    assert "Over: Qwen3 16 by 10.6 %, Qwen1.5 4096 by 10.5 %." in PERFORMANCE
+    near = {
+        (r["shape"].split("-")[0], r["tokens"])
+        for r in ROWS
+        if r["target"] and r["target"] < r["int8"] <= 1.05 * r["target"]
+    }
+    assert near == {
+        *(("qwen3", tokens) for tokens in (1, 16384)),
+        ("qwen1.5", 64),
+        *(("mixtral", tokens) for tokens in (1, 16, 256)),
+        *(("deepseek", tokens) for tokens in (1, 64, 4096)),
+    }
 
 
-def test_what_is_said_of_the_gains() -> None:
-    """Both ends of each arrow, and who is behind by how much."""
-    begin = PERFORMANCE.index("Asynchronous products and faster quantising, compiled")
+def rows_of(name: str) -> list[dict[str, Any]]:
+    text = (ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8")
+    found: list[dict[str, Any]] = json.loads(text)["rows"]
+    return found
+
+
+@pytest.mark.parametrize("sentence", GAINS)
+def test_what_is_said_of_the_gains(sentence: str) -> None:
+    """Both ends of each arrow."""
+    before, after = (rows_of(name) for name in GAINS[sentence])
+    begin = PERFORMANCE.index(sentence)
     text = PERFORMANCE[begin : PERFORMANCE.index("\n\n", begin)]
     found = 0
     for name, numbers in re.findall(r"([A-Z][\w.-]+|gpt-oss), (\d+(?:[^;.A-Z]| tokens)*)", text):
         for tokens, old, new in re.findall(r"(\d+)(?: tokens|:)? (\d+) -> (\d+)", numbers):
-            is_row = [
-                {"shape": r["shape"], "tokens": r["tokens"]}
-                for r in ROWS
-                if r["shape"].startswith(name.lower()) and r["tokens"] == int(tokens)
+            ends = [
+                [
+                    rounded(r["int8"])
+                    for r in rows
+                    if r["shape"].startswith(name.lower()) and r["tokens"] == int(tokens)
+                ]
+                for rows in (before, after)
             ]
-            assert len(is_row) == 1, (name, tokens)
-            earlier = next(r for r in BEFORE if is_row[0].items() <= r.items())
-            assert (old, new) == (rounded(earlier["int8"]), rounded(of(**is_row[0])["int8"]))
+            assert ends == [[old], [new]], (name, tokens)
             found += 1
     assert found == text.count("->")
+
+
+def test_what_is_said_of_weight_only_experts() -> None:
     behind = [100 * (r["w8a16"] / r["int8"] - 1) for r in ROWS if r["tokens"] == 1]
     assert f"w8a16 at 1 token is {min(behind):.0f} to {max(behind):.0f} % behind" in PERFORMANCE
-    small = [
-        100 * (r["int8"] / r["target"] - 1)
-        for r in ROWS
-        if r["shape"].startswith("qwen") and r["tokens"] >= 1024
-    ]
-    said = f"prefill of small experts from 1024 tokens on by {min(small):.0f} to {max(small):.0f} %"
-    assert said in PERFORMANCE
 
 
 def test_what_the_readme_says() -> None:
@@ -87,7 +114,7 @@ def test_what_the_readme_says() -> None:
         f"[all {len(ROWS)} rows](docs/performance.md): {min(gains):.1f} to {max(gains):.1f} times"
     )
     assert said in README
-    qwen, mixtral = of("qwen3-30b-a3b", 4096), of("mixtral-8x7b", 4096)
-    assert f"{qwen['hf bf16'] / qwen['w8a16']:.1f}" == "1.0"
-    assert "from as fast as bfloat16 (Qwen3)" in README
+    olmoe, mixtral = of("olmoe-1b-7b", 4096), of("mixtral-8x7b", 4096)
+    assert f"{olmoe['hf bf16'] / olmoe['w8a16']:.1f}" == "1.0"
+    assert "from as fast as bfloat16 (OLMoE)" in README
     assert f"{mixtral['w8a16'] / mixtral['hf bf16']:.1f} times as slow (Mixtral)" in README
