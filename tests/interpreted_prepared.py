@@ -1,6 +1,6 @@
 """Calls that are repeated, with Triton's interpreter; collected in a process of its own only.
 
-TRITON_INTERPRET decides when a kernel is defined, so test_lowerings_prepared.py starts this.
+TRITON_INTERPRET decides when a kernel is defined, so test_lowerings_repeated.py starts this.
 """
 
 from __future__ import annotations
@@ -33,23 +33,16 @@ VARIANTS = {
     "described": Variant("fused", BOTH, replace(BOTH, is_flat=True)),
     "decode": Variant("decode", ROW, ROW),
 }
+# A GPU goes through every case.
 APART = (
-    *("token-bfloat16", "token-halves", "tensor-bfloat16", "static-tensor", "none-float16"),
-    *("gpt-oss", "gpt-oss-none", "dead-ids-tensor", "mapped", "codes-token", "codes-static"),
-    *(
-        "on-input-token",
-        "on-input-tensor",
-        "on-input-none",
-        "special-rows",
-        "plain-gelu",
-        "out-fp32",
-    ),
+    *("token-bfloat16", "tensor-bfloat16", "none-float16", "gpt-oss", "dead-ids-tensor", "mapped"),
+    *("codes-token", "on-input-token", "special-rows", "out-fp32"),
 )
 OTHERS = ("token-bfloat16", "static-bfloat16", "gpt-oss", "mapped", "dead-ids")
 TAKEN = (
     *(("apart", name) for name in APART),
     *((variant, name) for variant in ("fused", "described", "decode") for name in OTHERS),
-    *(("decode", name) for name in ("none-bfloat16", "gpt-oss-none", "one-token")),
+    *(("decode", name) for name in ("none-bfloat16", "one-token")),
 )
 
 
@@ -121,7 +114,6 @@ def test_other_values_give_the_bits_of_a_plain_call(
     found, expected = run(first), plain(second)
     assert not torch.equal(expected.nan_to_num(7.0), found.nan_to_num(7.0))
     assert_equal(repeated(second), expected)
-    assert_equal(repeated(first), found)
     assert known() == 1
 
 
@@ -152,7 +144,7 @@ CHANGES = {
     "alignment": changed_address,
     "dtype": lambda case: case.with_(hidden_states=case.hidden_states.to(torch.float16)),
     "ids": lambda case: case.with_(topk_ids=case.topk_ids.to(torch.int32)),
-    "tokens": lambda case: case.rows(slice(0, 4)),
+    "tokens": lambda case: case.rows(slice(0, 1)),
     "limit": lambda case: case.with_(limit=0.5),
     "alpha": lambda case: case.with_(alpha=1.7),
     "activation": lambda case: case.with_(activation="gelu"),
@@ -162,20 +154,22 @@ CHANGES = {
     "map": lambda case: case.with_(expert_map=torch.arange(4).flip(0)),
     "word": lambda case: with_scheme(case, "static"),
     "scales": lambda case: with_scheme(case, "token", "halves"),
-    "experts": lambda case: problem(5, T=5, E=3),
+    "experts": lambda case: problem(5, T=2, E=3),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_another_kind_is_not_taken_for_the_same(name: str) -> None:
     """Both kinds are kept then, and each gives its own bits."""
-    case = problem(1)
+    case = problem(1, T=2)
     other = CHANGES[name](case)
     run(case)
     assert_equal(run(other), plain(other))
     assert known() == 2
-    assert_equal(repeated(others(other)), plain(others(other)))
-    assert_equal(repeated(case), plain(case))
+    expected = plain(others(other))
+    assert_equal(repeated(others(other)), expected)
+    run(case)
+    assert known() == 2
 
 
 def test_a_wrong_argument_is_refused_each_time() -> None:
