@@ -139,9 +139,8 @@ def experts(call: ExpertsArguments, variant: variants.Variant) -> Tensor | None:
         output: Tensor = variant_layers.decode(host, variant, None)
         return output
     is_by_token = not variant.up.is_ordered
-    is_plain = call.hidden_states.dtype != torch.int8 and not call.apply_router_weight_on_input
     rows = None
-    if is_by_token and is_plain and up.depth <= variants.WHOLE_ROW:
+    if is_by_token and variant_rows.takes(call, call.hidden_states.dtype, up.depth):
         rows = variant_rows.codes(host, host.contiguous(call.hidden_states), call.a13_scale)
     plan = routing.plan(
         call.topk_ids,

@@ -133,10 +133,11 @@ def fused_parts(
     is_apart = quantises_apart(call)
     ready = gpu_variants.realized(call)
     host = gpu_variants.GraphHost(ready, dtype, device, contributions=contributions)
-    rows = None
-    if not variant.up.is_ordered and is_apart:
+    if variant.up.is_ordered:
+        rows = None
+    elif is_apart:
         rows = variant_rows.codes(host, ready.hidden_states, ready.a13_scale)
-    elif not variant.up.is_ordered:
+    else:
         rows = by_token(call, routing.local)
     parts: ir.TensorBox = variant_layers.fused(host, variant, routing, rows)
     return parts
@@ -208,11 +209,8 @@ def quantises_apart(call: Any) -> bool:
     1 token a layer takes 1 to 4 us less.
     """
     x = call.hidden_states
-    is_plain = x.get_dtype() != torch.int8 and not call.apply_router_weight_on_input
-    is_quantised = call.activation_quant in ("token", "static")
-    is_short = static(call.w13)[2] <= variants.WHOLE_ROW
     is_alone = gpu_variants.lies_in_order(x) and not gpu_variants.joins_loop(x)
-    return is_plain and is_quantised and is_short and is_alone
+    return is_alone and variant_rows.takes(call, x.get_dtype(), static(call.w13)[2])
 
 
 def by_token(call: Any, local: ir.TensorBox | None) -> tuple[Any, Any, bool]:

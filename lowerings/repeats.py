@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,13 +85,17 @@ def repeat_of(recording: Recording, result: Tensor) -> Callable[[Addresses], Ten
         plan = direct.plan_of(*known, memory.offset_of)
         launch_all = None if plan is None else direct.launch_all()
         if plan is not None and launch_all is not None:
-            kernels = [launch.compiled for launch in recording.launches]
-            return _repeat_at_once(device, result, memory.size, launch_all, plan, kernels)
+            repeat = _repeat(device, result, memory.size, functools.partial(launch_all, plan))
+            # They must outlive their launches.
+            repeat.kernels = [each.compiled for each in recording.launches]  # type: ignore[attr-defined]
+            return repeat
     again, constants = _again(recording, launchers, slots, described)
     rare = _rare(memory, slots, described, device.device)
     offsets = [memory.offset_of(place) for place in slots.buffers]
-    kernels = [launcher.kernel for launcher in launchers]
-    return _repeat(device, result, memory.size, offsets, again, constants, rare, kernels)
+    one_by_one = _one_by_one(offsets, again, constants, rare)
+    repeat = _repeat(device, result, memory.size, one_by_one)
+    repeat.held = [launcher.kernel for launcher in launchers]  # type: ignore[attr-defined]
+    return repeat
 
 
 def _is_described(value: Any) -> bool:
@@ -250,66 +255,45 @@ def _rare(
     return rare
 
 
-def _repeat_at_once(
-    device: _Device,
-    result: Tensor,
-    scratch_size: int,
-    launch_all: direct.LaunchAll,
-    plan: bytes,
-    kernels: list[Any],
-) -> Callable[[Addresses], Tensor]:
-    """Return what launches a plan; kernels must outlive their launches."""
-    index = device.device.index or 0
-    current, stream, make = device.current, device.stream, device.make
-    sizes, strides, dtype, byte = tuple(result.shape), result.stride(), result.dtype, torch.uint8
-    scratch_sizes, scratch_strides = (scratch_size,), (1,)
-
-    def repeat(addresses: Addresses) -> Tensor:
-        if current() != index:
-            with torch.cuda.device(index):
-                return repeat(addresses)
-        output = make(sizes, strides, dtype)
-        scratch = make(scratch_sizes, scratch_strides, byte)
-        launch_all(plan, addresses, output.data_ptr(), scratch.data_ptr(), stream(index), index)
-        return output
-
-    repeat.kernels = kernels  # type: ignore[attr-defined]
-    return repeat
+# Launches with the addresses of a call's tensors, of its result and of scratch memory, on a
+# device's stream.
+Launching = Callable[[Addresses, int, int, int, int], None]
 
 
-def _repeat(
-    device: _Device,
-    result: Tensor,
-    scratch_size: int,
-    offsets: list[int],
-    launches: list[Again],
-    constants: tuple[Any, ...],
-    rare: Rare | None,
-    kernels: list[Any],
-) -> Callable[[Addresses], Tensor]:
-    """Return what launches one by one; kernels must outlive their launches."""
-    index = device.device.index or 0
-    current, stream, make = device.current, device.stream, device.make
-    sizes, strides, dtype, byte = tuple(result.shape), result.stride(), result.dtype, torch.uint8
-    scratch_sizes, scratch_strides = (scratch_size,), (1,)
+def _one_by_one(
+    offsets: list[int], launches: list[Again], constants: tuple[Any, ...], rare: Rare | None
+) -> Launching:
+    """Return what calls Triton's launchers."""
 
-    def repeat(addresses: Addresses) -> Tensor:
-        if current() != index:
-            with torch.cuda.device(index):
-                return repeat(addresses)
-        output = make(sizes, strides, dtype)
-        scratch = make(scratch_sizes, scratch_strides, byte)
-        base, kept = scratch.data_ptr(), None
+    def launch_all(addresses: Addresses, output: int, base: int, now: int, device: int) -> None:
         places = [base + offset for offset in offsets]
-        pool: tuple[Any, ...] = (*addresses, output.data_ptr(), *places)
+        pool: tuple[Any, ...] = (*addresses, output, *places)
+        kept = None
         if rare is not None:
             kept, pool = rare(pool)
         pool += constants
-        now = stream(index)
         for launch, front, before, pick, behind in launches:
             launch(*front, now, *before, *pick(pool), *behind)
         del kept
+
+    return launch_all
+
+
+def _repeat(
+    device: _Device, result: Tensor, scratch_size: int, launch_all: Launching
+) -> Callable[[Addresses], Tensor]:
+    index = device.device.index or 0
+    current, stream, make = device.current, device.stream, device.make
+    sizes, strides, dtype, byte = tuple(result.shape), result.stride(), result.dtype, torch.uint8
+    scratch_sizes, scratch_strides = (scratch_size,), (1,)
+
+    def repeat(addresses: Addresses) -> Tensor:
+        if current() != index:
+            with torch.cuda.device(index):
+                return repeat(addresses)
+        output = make(sizes, strides, dtype)
+        scratch = make(scratch_sizes, scratch_strides, byte)
+        launch_all(addresses, output.data_ptr(), scratch.data_ptr(), stream(index), index)
         return output
 
-    repeat.held = kernels  # type: ignore[attr-defined]
     return repeat

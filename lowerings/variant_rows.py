@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from . import quantizing, tiles
+from . import quantizing, tiles, variants
 from .tiles import Tile
 
 # Of many rows a program takes so many elements, 32 a thread or more, as each thread computes its
@@ -77,6 +77,13 @@ def requantize(host: Any, middle: Any, codes: Any, scale: Any, live: Any | None)
     }
     tile = _row_tile(height, block, warps)
     host.launch(quantizing.requantize_kernel, host.cdiv(rows, height), arguments, tile)
+
+
+def takes(call: Any, dtype: torch.dtype, depth: int) -> bool:
+    """Say whether codes quantises a call's tokens, which are of a dtype and so many columns."""
+    is_plain = dtype != torch.int8 and not call.apply_router_weight_on_input
+    is_quantised = call.activation_quant in ("token", "static")
+    return is_plain and is_quantised and depth <= variants.WHOLE_ROW
 
 
 def codes(host: Any, x: Any, given: Any | None) -> tuple[Any, Any, bool]:

@@ -129,10 +129,9 @@ _prepared: set[tuple[Any, ...]] = set()
 def _is_idle(programs: int, w: Tensor, *kind: Any) -> bool:
     """Say whether nothing is to be done: no program is due, and not for the first time.
 
-    kind: all that a kernel is compiled for, beside its weights.
-
     A graph of any size calls what it does not want now, for which it should wait no longer than
-    it must, and may be recorded when it does.
+    it must, and may be recorded when it does. kind: all that a kernel is compiled for, beside its
+    weights.
     """
     if programs > 0:
         return False

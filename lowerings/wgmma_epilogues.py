@@ -61,7 +61,7 @@ def tile_columns(
 
 
 @gluon.jit
-def panel_layout(ROWS: gl.constexpr, COLUMNS: gl.constexpr, GATED: gl.constexpr, num_warps):
+def panel_zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr, GATED: gl.constexpr, num_warps):
     """Return zeros as the sums of gate or up lie."""
     sums = gl.zeros((ROWS, COLUMNS), gl.int32, product_layout(ROWS, COLUMNS, num_warps))
     gate, _up = split_panels(sums, GATED, ROWS, COLUMNS // 2 if GATED else COLUMNS)
@@ -86,7 +86,7 @@ def up_operands(
 ):
     """Read what one tile of the first product needs beside its sums: scales, biases."""
     expert, first, end, column_block = place
-    like = panel_layout(ROWS, PANELS * BLOCK_N, PANELS == 2, num_warps)
+    like = panel_zeros(ROWS, PANELS * BLOCK_N, PANELS == 2, num_warps)
     layout: gl.constexpr = like.type.layout
     row = gl.minimum(first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), end - 1)
     columns = gate_columns(

@@ -106,6 +106,15 @@ def test_what_is_said_of_weight_only_experts() -> None:
     assert f"w8a16 at 1 token is {min(behind):.0f} to {max(behind):.0f} % behind" in PERFORMANCE
 
 
+def test_what_is_said_of_eager_calls() -> None:
+    written = re.findall(r"^\| (\d+) \| ([\d.]+) \| (\d+) \| (\d+) \|$", PERFORMANCE, re.M)
+    expected = [
+        (f"{row['tokens']}", f"{row['repeated']}", rounded(row["first"]), rounded(row["neither"]))
+        for row in rows_of("h200_overhead")
+    ]
+    assert len(expected) == 5 and written == expected
+
+
 def test_what_the_readme_says() -> None:
     row, gains = of("qwen3-30b-a3b", 64), [r["hf bf16"] / r["int8"] for r in ROWS]
     assert f"takes {row['int8']:.0f} us for 64 tokens" in README
