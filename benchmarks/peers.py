@@ -57,7 +57,7 @@ def scheme_options(quant: str) -> dict[str, Any]:
 def variants_of(shape: Shape, inputs: tuple[Tensor, ...], quant: str) -> tuple[Any, ...]:
     """Return the variants that take a shape at one number of tokens, the default first."""
     from int8moe_compile.lowerings import eager as launches
-    from int8moe_compile.lowerings import tiles, variants
+    from int8moe_compile.lowerings import tiles, variant_candidates, variants
 
     device = launches.facts_of(torch.device("cuda", torch.cuda.current_device()))
     a_bytes = 2 if quant == "none" else 1
@@ -65,7 +65,7 @@ def variants_of(shape: Shape, inputs: tuple[Tensor, ...], quant: str) -> tuple[A
     H, I = shape.hidden, shape.intermediate  # noqa: E741
     up = tiles.Product(contributions, E, H, I, 2, a_bytes, shape.top_k)
     down = tiles.Product(contributions, E, I, H, 1, a_bytes, shape.top_k)
-    return variants.candidates(up, down, device, variants.Features(quant))
+    return variant_candidates.candidates(up, down, device, variants.Features(quant))
 
 
 def compiled(run: Run) -> Run:

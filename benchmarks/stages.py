@@ -18,7 +18,7 @@ from shapes import shape_named
 from torch.profiler import ProfilerActivity, profile
 
 import int8moe_compile  # noqa: F401
-from int8moe_compile.lowerings import eager, eager_variants, variants
+from int8moe_compile.lowerings import eager, eager_variants, variant_candidates, variants
 from int8moe_compile.ops.arguments import ExpertsArguments
 
 
@@ -48,7 +48,9 @@ def forced(args: tuple[torch.Tensor, ...], label: str) -> AbstractContextManager
     call = ExpertsArguments(*args)
     up, down = eager.layer_products(call)
     device = eager.facts_of(args[0].device)
-    for variant in variants.candidates(up, down, device, eager_variants.features_of(call)):
+    for variant in variant_candidates.candidates(
+        up, down, device, eager_variants.features_of(call)
+    ):
         if variants.label(variant).startswith(label):
             return variants.forced(variant)
     raise ValueError(f"--variant: wanted the beginning of a variant's label, got {label!r}")

@@ -34,7 +34,7 @@ REPEATS = 8
 
 def sweep(shape: Shape, call: ExpertsArguments) -> Iterator[Variant]:
     """Yield variants whose products' tiles fit into registers, the tables' own first."""
-    own = variants._decode(*eager.layer_products(call))
+    own = variants.decode_variant(*eager.layer_products(call))
     assert own is not None, "too many contributions for decode"
     yield own
     slots = tiles.whole_slots(shape.top_k)

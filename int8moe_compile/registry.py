@@ -27,10 +27,11 @@ KERNELS: Final[dict[str, str]] = {
 # As the CPU's in KERNELS, for int8moe::humming_experts; imports humming-kernels.
 HUMMING_KERNEL: Final = "int8moe_compile.lowerings.humming:experts"
 
-# For int8moe::_wgmma_up and _wgmma_down, which take a layer half computed.
+# For int8moe::_wgmma_up, _wgmma_down and _stream, which take a layer half computed.
 PRODUCT_KERNELS: Final[dict[str, str]] = {
-    "up": "int8moe_compile.lowerings.wgmma:launch_up",
-    "down": "int8moe_compile.lowerings.wgmma:launch_down",
+    "_wgmma_up": "int8moe_compile.lowerings.wgmma:launch_up",
+    "_wgmma_down": "int8moe_compile.lowerings.wgmma:launch_down",
+    "_stream": "int8moe_compile.lowerings.stream:launch",
 }
 
 # "module:function" to tell that int8moe::dequantize was traced, and that one was lowered.

@@ -148,6 +148,7 @@ def experts(call: ExpertsArguments, variant: variants.Variant) -> Tensor | None:
         num_experts=call.w13.shape[0],
         block_m=variant.up.block_m,
         is_inverse_wanted=not is_by_token,
+        is_progress_wanted=variant.up.loads == "stream",
         options=host.options,
     )
     if is_by_token and rows is None:

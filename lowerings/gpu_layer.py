@@ -90,6 +90,7 @@ def lower(call: Any) -> ir.TensorBox:
         num_experts=up.experts,
         block_m=block_m,
         is_inverse_wanted=is_fused and variant.up.is_ordered,
+        is_progress_wanted=variant.up.loads == "stream",
         is_early=is_fused and is_early,
     )
     if is_fused:
@@ -179,6 +180,7 @@ def scheduled(
             num_experts=num_experts,
             block_m=variant.up.block_m,
             is_inverse_wanted=variant.up.is_ordered,
+            is_progress_wanted=variant.up.loads == "stream",
             is_wanted=is_wanted,
             empty=host.empty,
             is_early=host.is_early,

@@ -40,8 +40,8 @@ def spread_kernel(
 
     codes[inverse[token * K + slot]] = round(x[token] / scale)
     """
-    let_next_start(PDL)
     wait_for_earlier(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     row_mask = row < num_rows

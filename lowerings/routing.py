@@ -6,6 +6,7 @@ nothing is read back to the host.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -40,13 +41,14 @@ class Plan:
     order: int32 [T*K], position -> contribution, as many as are live; which of an expert's comes
     first may differ from run to run. local: int32 [T*K], the expert of each contribution or -1.
     tiles: int32 [1 + tile_bound, 3], see routing_kernels. inverse: int32 [T*K], contribution ->
-    position, where asked for.
+    position, where asked for. progress: int32 [2 + tile_bound] zeros, where asked for.
     """
 
     order: Tensor
     local: Tensor
     tiles: Tensor
     inverse: Tensor | None = None
+    progress: Tensor | None = None
 
     @property
     def contributions(self) -> int:
@@ -66,6 +68,7 @@ def plan(
     num_experts: int,
     block_m: int,
     is_inverse_wanted: bool = False,
+    is_progress_wanted: bool = False,
     options: Callable[[], dict[str, Any]] = dict,
 ) -> Plan:
     """Launch the routing of T*K > 0 contributions on the current device; one or two kernels.
@@ -73,19 +76,19 @@ def plan(
     options: returns those of the next launch.
     """
     contributions, top_k = topk_ids.numel(), topk_ids.shape[1]
-    device = topk_ids.device
-    order = empty((contributions,), torch.int32, device)
-    local = empty((contributions,), torch.int32, device)
     bound = tile_bound(contributions, num_experts, block_m)
-    tiles = empty((1 + bound, 3), torch.int32, device)
-    inverse = empty((contributions,), torch.int32, device) if is_inverse_wanted else None
+    buffer = functools.partial(empty, dtype=torch.int32, device=topk_ids.device)
+    order, local, tiles = buffer((contributions,)), buffer((contributions,)), buffer((1 + bound, 3))
+    inverse = buffer((contributions,)) if is_inverse_wanted else None
+    progress = buffer((2 + bound,)) if is_progress_wanted else None
 
     map_size = 0 if expert_map is None else expert_map.numel()
     if expert_map is not None:
         expert_map = expert_map.contiguous()
     shape = (contributions, top_k, num_experts, map_size, *topk_ids.stride())
     read = {"HAS_MAP": expert_map is not None, "IS_FLAT": topk_ids.is_contiguous()}
-    placed = {"BLOCK_M": block_m, "HAS_INVERSE": is_inverse_wanted}
+    wanted = {"HAS_INVERSE": is_inverse_wanted, "HAS_PROGRESS": is_progress_wanted}
+    placed = {"BLOCK_M": block_m, **wanted}
     if contributions <= ONE_LAUNCH:
         sizes = place_sizes(contributions, num_experts)
         launch(
@@ -95,6 +98,7 @@ def plan(
             local,
             tiles,
             inverse,
+            progress,
             topk_ids,
             expert_map,
             *shape,
@@ -103,18 +107,18 @@ def plan(
             **sizes,
             **options(),
         )
-        return Plan(order, local, tiles, inverse)
+        return Plan(order, local, tiles, inverse, progress)
 
     sizes = chunk_sizes(num_experts)
     chunks = min(most_chunks(num_experts), triton.cdiv(contributions, CHUNK_BLOCK))
-    counts = empty((chunks, sizes["BINS"]), torch.int32, device)
-    ranks = empty((contributions,), torch.int32, device)
+    counts, ranks = buffer((chunks, sizes["BINS"])), buffer((contributions,))
     counted = (counts, ranks, local)
     given: dict[str, Any] = {**read, **sizes, **options()}
     launch(kernels.count_kernel, chunks, *counted, topk_ids, expert_map, *shape, **given)
     given = {**placed, **sizes, **options()}
-    launch(kernels.scatter_kernel, chunks, order, tiles, inverse, *counted, contributions, **given)
-    return Plan(order, local, tiles, inverse)
+    written = (order, tiles, inverse, progress)
+    launch(kernels.scatter_kernel, chunks, *written, *counted, contributions, **given)
+    return Plan(order, local, tiles, inverse, progress)
 
 
 def place_sizes(contributions: int, num_experts: int) -> dict[str, int]:

@@ -34,6 +34,7 @@ class GraphPlan:
     local: ir.TensorBox
     tiles: ir.TensorBox
     inverse: ir.TensorBox | None = None
+    progress: ir.TensorBox | None = None
 
 
 def is_between(size: Any, least: int, most: int) -> Any:
@@ -65,6 +66,7 @@ def plan(
     num_experts: int,
     block_m: int,
     is_inverse_wanted: bool = False,
+    is_progress_wanted: bool = False,
     is_wanted: Any = 1,
     empty: Callable[..., Any] | None = None,
     is_early: bool = False,
@@ -78,13 +80,10 @@ def plan(
     contributions = tokens * top_k
     ids = ir.ExternKernel.require_contiguous(topk_ids)
     rows = 1 + CeilDiv(contributions, block_m) + num_experts
-    known, map_size = None, 0
-    if expert_map is not None:
-        known = ir.ExternKernel.require_contiguous(expert_map)
-        map_size = expert_map.get_size()[0]
+    known = None if expert_map is None else ir.ExternKernel.require_contiguous(expert_map)
+    map_size = 0 if expert_map is None else expert_map.get_size()[0]
     buffer = functools.partial(empty or functools.partial(_empty, device), dtype=torch.int32)
     order, local, tile_list = buffer(contributions), buffer(contributions), buffer(rows, 3)
-    inverse = buffer(contributions) if is_inverse_wanted else None
     source = {
         "local_ptr": local,
         "ids_ptr": ids,
@@ -101,9 +100,11 @@ def plan(
     placed = {
         "order_ptr": order,
         "tiles_ptr": tile_list,
-        "inverse_ptr": inverse,
+        "inverse_ptr": buffer(contributions) if is_inverse_wanted else None,
+        "progress_ptr": buffer(1 + rows) if is_progress_wanted else None,
         "BLOCK_M": block_m,
         "HAS_INVERSE": is_inverse_wanted,
+        "HAS_PROGRESS": is_progress_wanted,
     }
     if V.graph.sizevars.statically_known_leq(contributions, ONE_LAUNCH):
         sizes = place_sizes(likely_size(contributions), num_experts)
@@ -117,7 +118,7 @@ def plan(
         _launch("count_kernel", programs, {**source, **between}, sizes, is_early)
         placed |= {**between, "local_ptr": local, "num_contributions": contributions}
         _launch("scatter_kernel", programs, placed, sizes, is_early)
-    return GraphPlan(order, local, tile_list, inverse)
+    return GraphPlan(order, local, tile_list, placed["inverse_ptr"], placed["progress_ptr"])
 
 
 def _launch(

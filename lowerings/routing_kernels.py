@@ -88,6 +88,7 @@ def place_kernel(
     local_ptr,  # [T*K] int32: expert or -1
     tiles_ptr,  # [1 + tile bound, 3] int32
     inverse_ptr,  # HAS_INVERSE: [T*K] int32, contribution -> position
+    progress_ptr,  # HAS_PROGRESS: [2 + tile bound] int32, zeros for who works on the tiles
     ids_ptr,
     map_ptr,
     num_contributions,
@@ -102,6 +103,7 @@ def place_kernel(
     BINS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HAS_INVERSE: tl.constexpr,
+    HAS_PROGRESS: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
     """Write the positions of one expert's contributions, and its tiles.
@@ -152,10 +154,15 @@ def place_kernel(
         tl.store(tile_ptrs, expert, mask=is_tile)
         tl.store(tile_ptrs + 1, first + offset, mask=is_tile)
         tl.store(tile_ptrs + 2, first + tl.minimum(offset + BLOCK_M, count), mask=is_tile)
+        if HAS_PROGRESS:
+            tl.store(progress_ptr + 1 + row + offset // BLOCK_M, 0, mask=is_tile)
     if expert == 0:
         tl.store(tiles_ptr, tl.sum(tiles, axis=0))
         tl.store(tiles_ptr + 1, tl.sum(total, axis=0))
         tl.store(tiles_ptr + 2, 0)
+        if HAS_PROGRESS:
+            tl.store(progress_ptr, 0)
+            tl.store(progress_ptr + 1, 0)
 
 
 @triton.jit
@@ -226,6 +233,7 @@ def scatter_kernel(
     order_ptr,  # [T*K] int32, the first live ones written
     tiles_ptr,  # [1 + tile bound, 3] int32
     inverse_ptr,  # HAS_INVERSE: [T*K] int32, contribution -> position
+    progress_ptr,  # HAS_PROGRESS: [2 + tile bound] int32, zeros for who works on the tiles
     counts_ptr,  # [P, BINS] int32, with the next two from count_kernel
     ranks_ptr,
     local_ptr,
@@ -234,6 +242,7 @@ def scatter_kernel(
     BINS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HAS_INVERSE: tl.constexpr,
+    HAS_PROGRESS: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
     """Write the positions of one chunk's contributions, and a share of the tiles.
@@ -264,7 +273,8 @@ def scatter_kernel(
 
     # Program p writes the tiles p, p + P, ... of every expert.
     tiles = (total + BLOCK_M - 1) // BLOCK_M
-    tile_ptrs = tiles_ptr + 3 * (1 + tl.cumsum(tiles, axis=0) - tiles)
+    row = 1 + tl.cumsum(tiles, axis=0) - tiles
+    tile_ptrs = tiles_ptr + 3 * row
     for number in range(chunk, tl.max(tiles, axis=0), num_chunks):
         is_tile = number < tiles
         offset = number * BLOCK_M
@@ -272,7 +282,12 @@ def scatter_kernel(
         tl.store(tile_ptrs + 3 * number + 1, first + offset, mask=is_tile)
         end = first + tl.minimum(offset + BLOCK_M, total)
         tl.store(tile_ptrs + 3 * number + 2, end, mask=is_tile)
+        if HAS_PROGRESS:
+            tl.store(progress_ptr + 1 + row + number, 0, mask=is_tile)
     if chunk == 0:
         tl.store(tiles_ptr, tl.sum(tiles, axis=0))
         tl.store(tiles_ptr + 1, tl.sum(total, axis=0))
         tl.store(tiles_ptr + 2, 0)
+        if HAS_PROGRESS:
+            tl.store(progress_ptr, 0)
+            tl.store(progress_ptr + 1, 0)

@@ -21,6 +21,8 @@ LEAST_K: Final = 32
 # From so many rows on, warp groups multiply asynchronously: Hopper and data centre Blackwell.
 ASYNC_M: Final = 64
 ASYNC_MAJORS: Final = (9, 10, 11)
+# Shared memory of loads "stream" beside its buffers, for up to 32 rows.
+STREAM_BYTES: Final = 10240
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class Tile:
 
     The last four are for the kernels of variants.py: loads "pointers", "weights" or "both" says
     what comes by tensor descriptor, "async" that both do and that products run on meanwhile,
-    programs how many stay on a multiprocessor (0: one a tile), is_flat that a program's tiles are
-    one loop, has_tail that a tile of few rows is halved.
+    "stream" that both products are one launch; programs how many stay on a multiprocessor (0: one a
+    tile), is_flat that a program's tiles are one loop, has_tail that a tile of few rows is halved.
     """
 
     block_m: int
@@ -47,7 +49,7 @@ class Tile:
     @property
     def is_ordered(self) -> bool:
         """Say whether it takes activations that lie in expert order."""
-        return self.loads in ("both", "async")
+        return self.loads in ("both", "async", "stream")
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,9 @@ def shared_memory(tile: Tile, product: Product, device: DeviceFacts) -> int:
         # Every buffer, a barrier for each, and where a tile's values change hands for the store.
         barrier, exchange = 8, 1024 * tile.num_warps
         return tile.num_stages * ((a_bytes + w_bytes) * tile.block_k + barrier) + exchange
+    if tile.loads == "stream":
+        # Every buffer, barriers and notes, and where values change hands for the store (fp32).
+        return tile.num_stages * (a_bytes + w_bytes) * tile.block_k + STREAM_BYTES
     major = (device.capability or (0, 0))[0]
     # ROCm devices have a capability, too: gfx942 says (9, 4).
     is_asynchronous = major in ASYNC_MAJORS and not is_rocm(device) and tile.block_m >= ASYNC_M

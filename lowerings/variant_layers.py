@@ -76,6 +76,10 @@ def fused(host: Host, variant: variants.Variant, plan: Any, rows: Any | None) ->
     """
     if rows is None:
         rows = variant_rows.spread(host, plan)
+    if variant.up.loads == "stream":
+        from . import stream
+
+        return stream.products(host, plan, rows, variant)
     codes, scale = first_product(host, plan, rows, variant.up), host.call.a2_scale
     is_token = host.call.activation_quant == "token"
     if is_token:
@@ -147,11 +151,16 @@ def _described_rows(host: Host, rows: Any, tile: Tile) -> dict[str, Any]:
     return described
 
 
+def tiles_of(host: Host, contributions: Any, experts: int, width: int, tile: Tile) -> Any:
+    """Return how many tiles of rows and columns a product can have."""
+    ops = {"minimum": host.minimum, "cdiv": host.cdiv}
+    rows = tile_bound(contributions, experts, tile.block_m, **ops)
+    return rows * tiles.ceil_div(width, tile.block_n)
+
+
 def programs_of(host: Host, contributions: Any, experts: int, width: int, tile: Tile) -> Any:
     """Return how many programs to launch: one a tile at most, or as many as stay resident."""
-    bound = tile_bound(
-        contributions, experts, tile.block_m, minimum=host.minimum, cdiv=host.cdiv
-    ) * tiles.ceil_div(width, tile.block_n)
+    bound = tiles_of(host, contributions, experts, width, tile)
     if tile.programs == 0:
         return bound
     return host.minimum(bound, tile.programs * host.multiprocessors())

@@ -17,9 +17,9 @@ from typing import Any, Final
 
 from .. import compat, compat_inductor
 from ..oracle import DeviceFacts
-from . import tiles, variant_tables
+from . import tiles
 from .tiles import Product, Tile
-from .variant_tables import DESCRIPTOR_K, FEW_ROWS, fused_table, is_uneven
+from .variant_tables import DESCRIPTOR_K, FEW_ROWS, fused_table, is_uneven, stream_table
 
 # A tensor descriptor's rows start at multiples of so many bytes, as do loads of words of codes.
 DESCRIPTOR_BYTES: Final = 16
@@ -43,6 +43,8 @@ AHEAD_LINES: Final = 2
 MEASURED_MAJOR: Final = 9
 ASYNC_CAPABILITY: Final = (9, 0)
 GROUP_ROWS: Final = 64
+# Loads whose kernels are Gluon's.
+LATE_LOADS: Final = {"async", "stream"}
 
 CACHE_KEY: Final = "int8moe_compile.lowerings.variants"
 
@@ -120,7 +122,9 @@ def takes(variant: Variant, up: Product, down: Product, device: DeviceFacts, has
         if tiles.is_rocm(device) or major < 9 or not is_aligned or not has.has_plain_weights:
             return False
     is_filled = _runs_ahead(variant.up, up.depth) and _runs_ahead(variant.down, down.depth)
-    if "async" in loads and not (is_filled and _has_async(device)):
+    if loads & LATE_LOADS and not (is_filled and _has_async(device)):
+        return False
+    if "stream" in loads and (up.panels == 1 or loads != {"stream"}):
         return False
     if variant.up.is_ordered and (
         has.is_int8_input or has.is_weight_on_input or up.depth > SPREAD_COLUMNS
@@ -129,28 +133,13 @@ def takes(variant: Variant, up: Product, down: Product, device: DeviceFacts, has
     return has.quant in ("token", "static") and down.depth <= WHOLE_ROW
 
 
-def candidates(
-    up: Product, down: Product, device: DeviceFacts, has: Features
-) -> tuple[Variant, ...]:
-    """Return the variants to compare for a layer: "apart", then what the tables name, if else."""
-    default = Variant("apart", *tiles.choose_pair(up, down, device))
-    found = [default]
-    measured = (_measured(up, down, device, is_async=word) for word in (True, False))
-    for variant in (*measured, _decode(up, down), *_fused(up, down, default)):
-        if variant is None or not takes(variant, up, down, device, has) or variant in found:
-            continue
-        if variant.name == "decode" or _fits(variant, up, down, device):
-            found.append(variant)
-    return tuple(found)
-
-
 def _is_measured(device: DeviceFacts) -> bool:
     """Say whether the tables hold for a device; otherwise "apart" is chosen."""
     return not tiles.is_rocm(device) and (device.capability or (0, 0))[0] == MEASURED_MAJOR
 
 
 def _has_async(device: DeviceFacts) -> bool:
-    """Say whether there are kernels of loads "async"."""
+    """Say whether there are kernels of loads "async" and "stream"."""
     is_hopper = not tiles.is_rocm(device) and device.capability == ASYNC_CAPABILITY
     return is_hopper and compat_inductor.gluon_compiles()
 
@@ -163,7 +152,7 @@ def _runs_ahead(tile: Tile, depth: int) -> bool:
     return tile.loads != "async" or (is_filled and is_shaped)
 
 
-def _measured(
+def measured(
     up: Product, down: Product, device: DeviceFacts, *, is_async: bool = True
 ) -> Variant | None:
     """Return what is faster than "apart" by the tables; None where nothing is."""
@@ -179,22 +168,26 @@ def _measured_fused(
     rows = tiles.rows_per_expert(up.contributions, up.experts)
     if up.a_bytes != 1 or min(up.depth, down.depth) < DESCRIPTOR_K:
         return None
+    is_async, is_early = is_async and _has_async(device), starts_early(up.contributions, device)
+    for most, *pair in stream_table(up, down) if is_async and is_early else ():
+        if rows <= most:
+            return Variant("fused", *pair)
     if rows <= FEW_ROWS and not is_uneven(up, down):
         # The same products; what is faster is that launches overlap.
-        pair = tiles.choose_pair(up, down, device)
-        return Variant("fused", *pair) if starts_early(up.contributions, device) else None
-    table = fused_table(up, down, is_async=is_async and _has_async(device))
+        return Variant("fused", *tiles.choose_pair(up, down, device)) if is_early else None
+    table = fused_table(up, down, is_async=is_async)
     _, first, second = next(row for row in table if rows <= row[0])
     if up.panels == 1:
         # Measured with gate and up side by side.
         first = replace(first, block_n=min(256, 2 * first.block_n))
     variant = Variant("fused", first, second)
-    if _fits(variant, up, down, device):
+    if fits(variant, up, down, device):
         return variant
     return _measured_fused(up, down, device, is_async=False) if is_async else None
 
 
-def _fits(variant: Variant, up: Product, down: Product, device: DeviceFacts) -> bool:
+def fits(variant: Variant, up: Product, down: Product, device: DeviceFacts) -> bool:
+    """Say whether the operands of both tiles find room in shared memory."""
     pairs = ((variant.up, up), (variant.down, down))
     return all(tiles.shared_memory(t, p, device) <= tiles.limit_of(device) for t, p in pairs)
 
@@ -213,7 +206,7 @@ def lines_ahead(is_early: bool, contributions: Any = 1, experts: int = 0) -> int
     return AHEAD_LINES if is_early and is_likely else 0
 
 
-def _decode(up: Product, down: Product) -> Variant | None:
+def decode_variant(up: Product, down: Product) -> Variant | None:
     """Return the variant without routing for as few contributions as it may take."""
     if up.contributions > DECODE_CONTRIBUTIONS:
         return None
@@ -234,40 +227,7 @@ def _measured_decode(up: Product, down: Product) -> Variant | None:
     is_small = up.panels * up.depth * up.width + down.depth * down.width <= SMALL_EXPERT
     is_spread = is_small and 2 * up.contributions <= up.experts
     tokens = up.contributions // up.top_k
-    return _decode(up, down) if tokens == 1 or (tokens <= 4 and is_spread) else None
-
-
-def _fused(up: Product, down: Product, default: Variant) -> Iterator[Variant]:
-    """Yield the products of "apart", and loads by descriptor, with narrow tiles for few rows."""
-    yield Variant("fused", default.up, default.down)
-    rows = tiles.rows_per_expert(up.contributions, up.experts)
-    group = 32 if up.experts <= tiles.FEW_EXPERTS else 8
-    if rows < 24:
-        block_m = default.up.block_m
-        for up_n, down_n in ((64, 64), (64, 128), (128, 128)):
-            yield Variant(
-                "fused",
-                Tile(block_m, up_n, 128, 4, 4, 1, "weights"),
-                Tile(block_m, down_n, 128, 4, 6 if down_n == 64 else 4, 1, "both"),
-            )
-        return
-    for block_m in (64, 128):
-        if block_m == 64 and rows > 192:
-            continue
-        first = Tile(block_m, 64, 128, 4, 3, group, "both", 2)
-        second = Tile(block_m, 128, 128, 4, 3, group, "both", 2)
-        wide = Tile(block_m, 256, 128, 8, 3, group, "both", 1)
-        for width in (second, wide):
-            yield Variant("fused", first, width)
-            yield Variant("fused", replace(first, loads="weights"), width)
-        if block_m == 128:
-            tail = replace(first, has_tail=True)
-            yield Variant("fused", tail, replace(second, has_tail=True))
-            yield Variant("fused", replace(tail, loads="weights"), replace(second, has_tail=True))
-            large = Tile(block_m, 128, 128, 8, 4, group, "both", 1)
-            yield Variant("fused", large, replace(wide, num_stages=4))
-            for pair in variant_tables.ASYNC_PAIRS:
-                yield Variant("fused", *pair)
+    return decode_variant(up, down) if tokens == 1 or (tokens <= 4 and is_spread) else None
 
 
 _forced: list[Variant | Schedule] = []
@@ -314,17 +274,19 @@ def asked_for(
     forced = forced_variant(up.contributions)
     if forced is not None or not is_sized:
         return forced
-    measured = _measured(up, down, device)
-    is_same = measured is not None and (measured.name, measured.up.loads) == ("fused", "pointers")
-    return None if is_same and not is_early else measured
+    found = measured(up, down, device)
+    if not is_early and found is not None and found.up.loads == "stream":
+        found = measured(up, down, device, is_async=False)
+    is_same = found is not None and (found.name, found.up.loads) == ("fused", "pointers")
+    return None if is_same and not is_early else found
 
 
 def plainer(
     variant: Variant | None, up: Product, down: Product, device: DeviceFacts
 ) -> Variant | None:
-    """Return what the tables have for calls that their tiles of loads "async" do not take."""
-    is_async = variant is not None and "async" in (variant.up.loads, variant.down.loads)
-    return _measured(up, down, device, is_async=False) if is_async and not _forced else None
+    """Return what the tables have for calls that their tiles of late loads do not take."""
+    is_late = variant is not None and bool({variant.up.loads, variant.down.loads} & LATE_LOADS)
+    return measured(up, down, device, is_async=False) if is_late and not _forced else None
 
 
 def choose(
@@ -371,9 +333,11 @@ def _measured_schedule(
     if not _is_measured(device) or up.a_bytes != 1:
         return None
     table = fused_table(up, down, is_async=is_async and _has_async(device))
-    bounds = [int(rows * up.experts) for rows, _, _ in table[:-1]]
-    if not is_uneven(up, down):
-        bounds.insert(0, FEW_ROWS // 2 * up.experts)
+    rows = {most for most, _, _ in (*stream_table(up, down), *table[:-1])} | {
+        FEW_ROWS // 2,
+        FEW_ROWS,
+    }
+    bounds = [int(most * up.experts) for most in sorted(rows)]
     steps: list[tuple[int, Variant]] = []
     for most in (*bounds, EVERY_SIZE):
         sized = replace(up, contributions=most), replace(down, contributions=most)

@@ -94,11 +94,13 @@ def _blocks(numbers: list[int]) -> dict[str, int]:
     return dict(zip(names, numbers, strict=True))
 
 
-def _timing(is_early: bool) -> dict[str, bool]:
+def timing(is_early: bool) -> dict[str, bool]:
+    """Return the options of a launch that may start before the kernel ahead has ended."""
     return {"PDL": True, "launch_pdl": True} if is_early else {"PDL": False}
 
 
-def _described(x: Tensor, block: list[int]) -> TensorDescriptor:
+def described(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """Return the descriptor of codes, read in blocks."""
     layout = gl.NVMMASharedLayout(SWIZZLE_BYTES, element_bitwidth=8, rank=len(block))
     return TensorDescriptor.from_tensor(x, block, layout)
 
@@ -114,8 +116,8 @@ def _operands(
         found = tuple(rows.shape), tuple(out.shape)
         raise ValueError(f"rows, out: wanted the shapes {wanted}, got {found}")
     return {
-        "a": _described(rows, [blocks["BLOCK_M"], block_k]),
-        "w": _described(w, [panels, blocks["BLOCK_N"], block_k]),
+        "a": described(rows, [blocks["BLOCK_M"], block_k]),
+        "w": described(w, [panels, blocks["BLOCK_N"], block_k]),
         "steps": tiles.ceil_div(depth, block_k),
         "width": w.shape[1],
         "EVEN_N": w.shape[1] % blocks["BLOCK_N"] == 0,
@@ -126,7 +128,7 @@ def _operands(
 _prepared: set[tuple[Any, ...]] = set()
 
 
-def _is_idle(programs: int, w: Tensor, *kind: Any) -> bool:
+def is_idle(programs: int, w: Tensor, *kind: Any) -> bool:
     """Say whether nothing is to be done: no program is due, and not for the first time.
 
     A graph of any size calls what it does not want now, for which it should wait no longer than
@@ -141,7 +143,7 @@ def _is_idle(programs: int, w: Tensor, *kind: Any) -> bool:
     return was_prepared
 
 
-def _launch(kernel: Any, programs: int, **arguments: Any) -> None:
+def launch(kernel: Any, programs: int, **arguments: Any) -> None:
     """Launch a kernel; where no program is due, have it compiled and loaded."""
     if programs > 0:
         launches.launch(kernel, programs, **arguments)
@@ -176,11 +178,11 @@ def launch_up(
     """
     gate = (activation, alpha, beta, limit, gated)
     given = (bias is None, code_scale is None, is_per_row, dtype, w_scale.shape)
-    if _is_idle(programs, w, "up", is_early, *gate, *given, *tile):
+    if is_idle(programs, w, "up", is_early, *gate, *given, *tile):
         return
     blocks = _blocks(tile)
     with device_of(out):
-        _launch(
+        launch(
             wgmma_kernels.wgmma_up_kernel,
             programs,
             out_ptr=out,
@@ -201,7 +203,7 @@ def launch_up(
             SCALE_COLUMNS=scale_columns(w_scale.shape[1], w.shape[1]),
             DTYPE=dtype,
             IS_STATIC=code_scale is not None,
-            **_timing(is_early),
+            **timing(is_early),
             **blocks,
         )
 
@@ -225,12 +227,12 @@ def launch_down(
 ) -> None:
     """Write the second product of rows [T*K, I] by position into out [T*K, H] by contribution."""
     given = (bias is None, is_per_row, is_weighted, out.dtype, w_scale.shape, topk_weights.dtype)
-    if _is_idle(programs, w, "down", is_early, is_old, *given, *tile):
+    if is_idle(programs, w, "down", is_early, is_old, *given, *tile):
         return
     blocks = _blocks(tile)
     stride_rt, stride_rk = topk_weights.stride()
     with device_of(out):
-        _launch(
+        launch(
             wgmma_kernels.wgmma_down_kernel,
             programs,
             out_ptr=out,
@@ -249,6 +251,6 @@ def launch_down(
             HAS_ROW_SCALE=is_per_row,
             SCALE_COLUMNS=scale_columns(w_scale.shape[1], w.shape[1]),
             IS_OLD=is_old,
-            **_timing(is_early),
+            **timing(is_early),
             **blocks,
         )

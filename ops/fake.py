@@ -48,4 +48,4 @@ def no_backward(grad: Tensor) -> Tensor:
 
 
 def product(out: Tensor, *args: Any) -> None:
-    """Describe the products of lowerings/wgmma.py, which write out and return nothing."""
+    """Describe products of lowerings/wgmma.py and stream.py, which write and return nothing."""

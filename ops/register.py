@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final, NoReturn
 
 import torch
@@ -24,6 +25,7 @@ for _schema in (
     schema.NO_BACKWARD,
     schema.WGMMA_UP,
     schema.WGMMA_DOWN,
+    schema.STREAM,
 ):
     _library.define(_schema)
 # It compiles kernels and converts weights when first called, which a CUDA graph cannot record.
@@ -173,16 +175,13 @@ def _wants_gradient(args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> bool:
     return False
 
 
-def _wgmma_up_kernel(*args: Any) -> None:
-    registry.product_kernel("up")(*args)
+def _product_kernel(name: str, *args: Any) -> None:
+    registry.product_kernel(name)(*args)
 
 
-def _wgmma_down_kernel(*args: Any) -> None:
-    registry.product_kernel("down")(*args)
-
-
-_library.impl("_wgmma_up", _wgmma_up_kernel, "CUDA")
-_library.impl("_wgmma_down", _wgmma_down_kernel, "CUDA")
+for _name in registry.PRODUCT_KERNELS:
+    _library.impl(_name, functools.partial(_product_kernel, _name), "CUDA")
+    torch.library.register_fake(f"int8moe::{_name}", fake.product, lib=_library)
 _library.impl("experts", _experts_cpu, "CPU")
 _library.impl("experts", _experts_cuda, "CUDA")
 for _device in ("CPU", "CUDA"):
@@ -198,5 +197,3 @@ torch.library.register_fake("int8moe::experts", fake.experts, lib=_library)
 torch.library.register_fake("int8moe::humming_experts", fake.humming_experts, lib=_library)
 torch.library.register_fake("int8moe::dequantize", fake.dequantize, lib=_library)
 torch.library.register_fake("int8moe::no_backward", fake.no_backward, lib=_library)
-torch.library.register_fake("int8moe::_wgmma_up", fake.product, lib=_library)
-torch.library.register_fake("int8moe::_wgmma_down", fake.product, lib=_library)

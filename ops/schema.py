@@ -20,7 +20,8 @@ DEQUANTIZE: Final = (
 )
 # The same arguments and meaning, run by humming-kernels; see ops/humming.py for what it refuses.
 HUMMING_EXPERTS: Final = f"humming_{EXPERTS}"
-# Internal: products of lowerings/wgmma.py, for graphs, which cannot hold kernels of their language.
+# Internal: products of lowerings/wgmma.py and stream.py, for graphs, which cannot hold kernels of
+# their language.
 WGMMA_UP: Final = (
     "_wgmma_up(Tensor(a!) out, Tensor rows, Tensor scale, Tensor w, Tensor w_scale, Tensor? bias, "
     "Tensor tiles, Tensor? code_scale, bool is_per_row, str dtype, str activation, float alpha, "
@@ -30,6 +31,14 @@ WGMMA_DOWN: Final = (
     "_wgmma_down(Tensor(a!) out, Tensor rows, Tensor scale, Tensor w, Tensor w_scale, "
     "Tensor? bias, Tensor tiles, Tensor order, Tensor topk_weights, bool is_per_row, "
     "bool is_weighted, bool is_early, bool is_old, SymInt programs, int[] tile) -> ()"
+)
+STREAM: Final = (
+    "_stream(Tensor(a!) out, Tensor(b!) middle, Tensor(c!) codes, Tensor(d!) code_scale, "
+    "Tensor(e!) progress, Tensor rows, Tensor scale, Tensor w13, Tensor w13_scale, "
+    "Tensor? w13_bias, Tensor w2, Tensor w2_scale, Tensor? w2_bias, Tensor tiles, Tensor order, "
+    "Tensor topk_weights, Tensor? given_scale, bool is_per_row, str activation, float alpha, "
+    "float beta, float? limit, bool is_weighted, bool is_early, bool is_old, SymInt programs, "
+    "int[] tile) -> ()"
 )
 NO_BACKWARD: Final = "no_backward(Tensor grad) -> Tensor"
 

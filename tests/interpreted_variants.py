@@ -106,7 +106,7 @@ def test_one_token_decodes_by_its_own_tiles(K: int, word: str) -> None:
     """Also where a block of slots is not full."""
     case = with_scheme(problem(K, T=1, H=144, I=48, E=4, K=K), word)
     pair = eager.layer_products(ExpertsArguments(*case.args, **case.options))
-    decode = variants._decode(*pair)
+    decode = variants.decode_variant(*pair)
     assert decode is not None and is_taken(case, decode)
     found = run(case, decode)
     if word == "none":

@@ -26,13 +26,14 @@ from int8moe_compile.lowerings import (
     fused_kernels,
     quantizing,
     routing_kernels,
+    stream_kernels,
     variants,
     wgmma_kernels,
 )
 from int8moe_compile.ops.arguments import ExpertsArguments
 from int8moe_compile.oracle import DeviceFacts
 
-OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 INTEGER_INSTRUCTION = {
     "sm_80": r"mma\.sync\S*\.s32\.s8\.s8\.s32",
     "sm_86": r"mma\.sync\S*\.s32\.s8\.s8\.s32",
@@ -96,7 +97,7 @@ class _Recorder:
 
 def _operate(host: Any, operator: Any, *args: Any) -> None:
     """Call the kernel of an operator that has none for CPU tensors."""
-    registry.product_kernel(operator.name().removeprefix("int8moe::_wgmma_"))(*args)
+    registry.product_kernel(operator.name().removeprefix("int8moe::"))(*args)
 
 
 @contextmanager
@@ -109,7 +110,7 @@ def _recording(facts: DeviceFacts) -> Iterator[list[Launch]]:
             mock.patch.object(eager_variants.EagerHost, "operate", _operate),
         ]
         modules = (eager_kernels, routing_kernels, fused_kernels, decode_kernels, quantizing)
-        for module in (*modules, wgmma_kernels):
+        for module in (*modules, wgmma_kernels, stream_kernels):
             for name in dir(module):
                 if name.endswith("_kernel"):
                     recorder = _Recorder(getattr(module, name), log)

@@ -11,7 +11,13 @@ import pytest
 import torch
 from support import EXPERTS, Problem, assert_close, problem, with_scheme
 
-from int8moe_compile.lowerings import eager, eager_variants, variant_tables, variants
+from int8moe_compile.lowerings import (
+    eager,
+    eager_variants,
+    variant_candidates,
+    variant_tables,
+    variants,
+)
 from int8moe_compile.lowerings.variants import Schedule, Variant
 from int8moe_compile.ops.arguments import ExpertsArguments
 
@@ -26,7 +32,7 @@ def found(case: Problem) -> tuple[Variant, ...]:
     call = ExpertsArguments(*case.args, **case.options)
     up, down = eager.layer_products(call)
     device = eager.facts_of(case.hidden_states.device)
-    return variants.candidates(up, down, device, eager_variants.features_of(call))[1:]
+    return variant_candidates.candidates(up, down, device, eager_variants.features_of(call))[1:]
 
 
 def has_async() -> bool:

@@ -144,7 +144,10 @@ def test_an_unknown_device_is_nothing_to_warn_about(caplog: pytest.LogCaptureFix
 
 
 def test_no_configuration_is_warp_specialised() -> None:
-    """Triton 3.6 aborts the process for warp-specialised int8 products on Hopper."""
+    """Triton 3.6 aborts the process for warp-specialised int8 products on Hopper.
+
+    Of its own making: in Gluon, warps are told what to do.
+    """
     assert {field.name for field in fields(tiles.Tile)} == {
         "block_m",
         "block_n",
@@ -160,4 +163,5 @@ def test_no_configuration_is_warp_specialised() -> None:
     folder = Path(tiles.__file__).parent
     sources = [*folder.glob("*.py"), *folder.glob("jinja/*.jinja")]
     assert len(sources) > 10
-    assert not [path for path in sources if "warp_specialize" in path.read_text()]
+    found = [path.name for path in sources if "warp_specialize" in path.read_text()]
+    assert found == ["stream_kernels.py"]

@@ -16,7 +16,7 @@ from test_lowerings_offline import call
 from test_lowerings_tiles import facts, products
 
 from int8moe_compile import compat_inductor
-from int8moe_compile.lowerings import tiles, variants
+from int8moe_compile.lowerings import tiles, variant_candidates, variants
 from int8moe_compile.lowerings.tiles import Tile
 from int8moe_compile.lowerings.variants import Features, Schedule, Variant
 from int8moe_compile.ops.arguments import ExpertsArguments
@@ -29,7 +29,7 @@ SECOND = Tile(128, 256, 128, 8, 3, 8, "both", 1, True)
 def test_candidates_fit_and_the_measured_one_is_first(arch: str) -> None:
     device = facts(arch)
     for up, down in products(1):
-        found = variants.candidates(up, down, device, Features())
+        found = variant_candidates.candidates(up, down, device, Features())
         assert found[0] == Variant("apart", *tiles.choose_pair(up, down, device))
         assert len(set(found)) == len(found)
         for variant in found[1:]:
@@ -61,7 +61,9 @@ def test_what_was_measured_is_chosen_on_hopper_alone() -> None:
         assert chosen.name == (expected if is_deep else "apart")
         if chosen.name == "fused":
             assert chosen.up.block_m == chosen.down.block_m
-            assert chosen in variants.candidates(up, down, facts("sm_90"), Features(quant))
+            assert chosen in variant_candidates.candidates(
+                up, down, facts("sm_90"), Features(quant)
+            )
 
 
 @pytest.mark.parametrize(("E", "H", "I"), [(64, 2048, 1024), (8, 4096, 14336), (32, 2880, 2880)])
@@ -130,7 +132,7 @@ def test_a_forced_variant_yields_to_calls_that_it_does_not_take() -> None:
         assert variants.choose(up, down, facts("sm_80"), Features()).name == "apart"
         odd = replace(up, depth=2040)
         assert variants.choose(odd, down, device, Features()).name == "apart"
-    assert variants.choose(up, down, device, Features()).up.loads == "pointers"
+    assert variants.choose(up, down, device, Features()).up.loads == "stream"
 
 
 def test_the_same_products_are_chosen_only_for_launches_that_overlap() -> None:
@@ -138,8 +140,11 @@ def test_the_same_products_are_chosen_only_for_launches_that_overlap() -> None:
     for up, down in products(1):
         chosen = variants.choose(up, down, device, Features())
         late = variants.choose(up, down, device, Features(), is_early=False)
-        is_same_products = chosen.name == "fused" and chosen.up.loads == "pointers"
-        assert late == (replace(chosen, name="apart") if is_same_products else chosen)
+        if chosen.up.loads == "stream":
+            assert late != chosen and late.up.loads != "stream"
+        else:
+            is_same_products = chosen.name == "fused" and chosen.up.loads == "pointers"
+            assert late == (replace(chosen, name="apart") if is_same_products else chosen)
         with variants.in_turn():
             assert variants.choose(up, down, device, Features()) == late
 
