@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 # Releases whose launchers were read: how they are called, and that a number passes for a pointer.
 KNOWN_TRITON = ("3.6.", "3.7.")
+# The driver's number for elements of one byte.
+BYTES = 0
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,26 @@ class Launcher:
 
 
 @dataclass(frozen=True)
+class Map:
+    """Hold what the driver needs of a tensor descriptor: the box it is read in, and how.
+
+    element_type and swizzle as the driver numbers them.
+    """
+
+    element_type: int
+    element_bytes: int
+    swizzle: int
+    box: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Binary:
     """Hold what the driver needs of a compiled kernel.
 
     types: Triton's name for each argument's type, "constexpr" for those that are compiled in; what
-    the driver is given besides are two null pointers, as no scratch memory is asked for.
+    the driver is given besides are two null pointers, as no scratch memory is asked for. For one
+    that begins with "tensordesc" it is given a map, as maps has them in order, then sizes in 32 and
+    strides in 64 bits.
     """
 
     function: int
@@ -44,6 +61,7 @@ class Binary:
     shared: int
     is_early: bool
     types: tuple[str, ...]
+    maps: tuple[Map, ...]
 
 
 @functools.cache
@@ -90,8 +108,21 @@ def binary_of(compiled: Any) -> Binary | None:
     types = tuple(compiled.src.signature.values())
     if not is_plain or not all(isinstance(each, str) for each in types):
         return None
+    described = sum(each.startswith("tensordesc") for each in types)
+    known = tuple(map(_map_of, getattr(metadata, "tensordesc_meta", None) or ()))
+    maps = tuple(each for each in known if each is not None)
+    if len(maps) != described:
+        return None
     threads = metadata.num_warps * metadata.target.warp_size
-    return Binary(compiled.function, threads, metadata.shared, bool(run.launch_pdl), types)
+    return Binary(compiled.function, threads, metadata.shared, bool(run.launch_pdl), types, maps)
+
+
+def _map_of(described: Any) -> Map | None:
+    """Return what Triton says of a descriptor of bytes; None if it is one of something else."""
+    if not described or described.get("fp4_padded") or described["elem_size"] != 1:
+        return None
+    box = tuple(int(size) for size in described["block_size"])
+    return Map(BYTES, 1, int(described["swizzle"]), box)
 
 
 def built_module(build: Any, source: str, name: str) -> Any | None:

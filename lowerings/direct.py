@@ -11,13 +11,14 @@ from typing import Any, Final
 from triton.runtime import build
 
 from .. import compat_triton
-from .launches import Launch, Place
+from .launches import Described, Launch, Place
 
 SOURCE: Final = Path(__file__).with_name("cpp") / "launch.c"
 # As in cpp/launch.c.
-CONSTANT, ADDRESS, SCRATCH, OUTPUT = range(4)
+CONSTANT, ADDRESS, SCRATCH, OUTPUT, MAP = range(5)
 MOST_PARAMETERS: Final = 64
 MOST_ADDRESSES: Final = 16
+MOST_MAPS: Final = 4
 NUMBER_BYTES: Final = 8
 
 # How struct names what Triton's types are.
@@ -51,15 +52,16 @@ def plan_of(
         binary = compat_triton.binary_of(launch.compiled)
         if binary is None or launch.programs <= 0 or tensors > MOST_ADDRESSES:
             return None
-        given = zip(launch.arguments, binary.types, strict=True)
-        parameters = [
-            _parameter(value, kind, output, offset_of)
-            for value, kind in given
-            if kind != "constexpr"
-        ]
+        maps = iter(binary.maps)
+        parameters: list[tuple[int, ...] | None] = []
+        for value, kind in zip(launch.arguments, binary.types, strict=True):
+            if kind.startswith("tensordesc"):
+                parameters += _described(value, next(maps, None), output, offset_of)
+            elif kind != "constexpr":
+                parameters.append(_parameter(value, kind, output, offset_of))
         # For scratch memory, of which there is none.
         parameters += [(CONSTANT, 0), (CONSTANT, 0)]
-        if len(parameters) > MOST_PARAMETERS:
+        if len(parameters) > MOST_PARAMETERS or len(binary.maps) > MOST_MAPS:
             return None
         numbers += [binary.function, launch.programs, binary.threads, binary.shared]
         numbers += [int(binary.is_early), len(parameters)]
@@ -68,6 +70,27 @@ def plan_of(
                 return None
             numbers += parameter
     return struct.pack(f"={len(numbers)}Q", *numbers)
+
+
+def _described(
+    value: Any, known: compat_triton.Map | None, output: int, offset_of: Callable[[Place], int]
+) -> list[tuple[int, ...] | None]:
+    """Return the parameters of a descriptor: a tensor map, sizes, strides."""
+    if not isinstance(value, Described) or known is None or value.descriptor.padding != "zero":
+        return [None]
+    base = _parameter(value.base, "*", output, offset_of)
+    sizes, strides = list(value.descriptor.shape), list(value.descriptor.strides)
+    if base is None:
+        return [None]
+    numbers = [MAP, len(sizes), *base, known.element_type, known.swizzle]
+    dimensions = list(zip(sizes, strides, known.box, strict=True))
+    for turn, (size, stride, box) in enumerate(reversed(dimensions)):
+        numbers += [size, stride * known.element_bytes if turn else 0, box]
+    plain = [("i32", size) for size in sizes] + [("i64", stride) for stride in strides]
+    return [
+        tuple(numbers),
+        *(_parameter(number, kind, output, offset_of) for kind, number in plain),
+    ]
 
 
 def _parameter(

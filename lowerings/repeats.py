@@ -80,7 +80,7 @@ def repeat_of(recording: Recording, result: Tensor) -> Callable[[Addresses], Ten
     described = [
         each for launch in recording.launches for each in launch.arguments if _is_described(each)
     ]
-    if not slots.zeroed and not described:
+    if not slots.zeroed:
         known = (recording.launches, len(recording.tensors), output)
         plan = direct.plan_of(*known, memory.offset_of)
         launch_all = None if plan is None else direct.launch_all()

@@ -70,15 +70,16 @@ UNEVEN_ASYNC_FUSED: Final[Table] = (
     (200, *UNEVEN_FUSED[3][1:]),
     (float("inf"), ASYNC, ASYNC_DOWN),
 )
-# Both products in one launch, for few rows an expert: with wide steps for the shortest rows, and in
-# narrow pieces where there are more, or where an expert is so large that few pieces end late.
+# Both products in one launch, for few rows an expert: in narrow pieces from 8 rows on, and where
+# few large experts have so few pieces that the last end late. Tiles in groups wait longer.
 STREAM_PAIRS: Final = (
     (Tile(16, 64, 256, 4, 3, 1, "stream", 2), Tile(16, 128, 256, 4, 3, 1, "stream", 2)),
     (Tile(32, 64, 128, 4, 4, 1, "stream", 2), Tile(32, 64, 256, 4, 4, 1, "stream", 2)),
-    (Tile(16, 64, 256, 4, 2, 8, "stream", 2), Tile(16, 64, 512, 4, 2, 8, "stream", 2)),
+    (Tile(16, 64, 256, 4, 2, 1, "stream", 2), Tile(16, 64, 512, 4, 2, 1, "stream", 2)),
 )
 STREAM: Final[Table] = ((8, *STREAM_PAIRS[0]), (FEW_ROWS, *STREAM_PAIRS[1]))
-FEW_EXPERTS_STREAM: Final[Table] = ((8, *STREAM_PAIRS[2]),)
+FEW_EXPERTS_STREAM: Final[Table] = ((8, *STREAM_PAIRS[2]), STREAM[1])
+DEEP_STREAM: Final[Table] = ((12, *STREAM_PAIRS[0]),)
 
 
 def is_uneven(up: Product, down: Product) -> bool:
@@ -90,7 +91,9 @@ def stream_table(up: Product, down: Product) -> Table:
     """Return the tiles of both products in one launch, for gated layers of some depth."""
     if up.panels == 1 or min(up.depth, down.depth) < LEAST_ASYNC_DEPTH:
         return ()
-    return FEW_EXPERTS_STREAM if up.experts <= FEW_EXPERTS else STREAM
+    if up.experts <= FEW_EXPERTS:
+        return FEW_EXPERTS_STREAM
+    return DEEP_STREAM if up.depth >= DEEP else STREAM
 
 
 def fused_table(up: Product, down: Product, *, is_async: bool) -> Table:

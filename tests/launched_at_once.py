@@ -49,6 +49,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Any:
         subprocess.run([*command, str(source), "-o", str(folder / name)], check=True)
     loaded = ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
     loaded.note_at.restype = ctypes.POINTER(Note)
+    loaded.map_sum_at.restype = ctypes.c_uint64
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
     os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
     triton.runtime.driver.set_active(SimpleNamespace(utils=nvidia.CudaUtils()))
@@ -114,6 +115,7 @@ def hopper(driver: Any) -> Iterator[dict[Any, Any]]:
     ]
     modules = (offline.eager_kernels, offline.routing_kernels, offline.fused_kernels)
     modules += (offline.decode_kernels, offline.quantizing, offline.wgmma_kernels)
+    modules += (offline.stream_kernels,)
     for module in modules:
         for name in dir(module):
             if name.endswith("_kernel"):
@@ -145,6 +147,12 @@ def noted(driver: Any, known: dict[Any, Any], case: Problem, **state: int) -> li
         ]
         scratch = list(note.parameters[len(kinds) : len(kinds) + 2])
         found.append(([getattr(note, name) for name in NUMBERS], shown, scratch))
+    sums = [driver.map_sum_at(index) for index in range(driver.count_maps())]
+    assert len(sums) == sum(
+        kinds.count("*map") for kinds in (types[head[4]] for head, _, _ in found)
+    )
+    # Beside the launch that comes after all of them.
+    found[-1][2].extend(sums)
     return found
 
 
@@ -178,11 +186,13 @@ def cases() -> dict[str, Problem]:
         "tensor": with_scheme(problem(1, T=64, **sizes), "tensor"),
         "tiles by descriptor": problem(1, T=900, **{**sizes, "dtype": torch.float16}),
         "asynchronous": problem(1, T=1200, H=512, I=384, E=8, K=2),
+        "in one launch": problem(1, T=40, H=512, I=384, E=8, K=2),
+        "in one launch, static": with_scheme(problem(1, T=40, H=512, I=384, E=8, K=2), "static"),
     }
 
 
-# By descriptor, and with zeros, launches are repeated by Triton's launchers.
-APART = ("tiles by descriptor", "asynchronous", "tensor")
+# With zeros, launches are repeated by Triton's launchers.
+APART = ("tensor",)
 
 
 @pytest.mark.parametrize("name", cases())
@@ -203,7 +213,7 @@ def test_the_driver_is_asked_for_the_same(
     early = [head[6:] for head, _, _ in expected]
     following = [0, 0] if name == "tensor" else [EARLY, 1]
     assert early == [[0, 0]] + [following] * (len(expected) - 1) and len(expected) >= 2
-    assert all(scratch == [0, 0] for _, _, scratch in expected)
+    assert all(scratch[:2] == [0, 0] for _, _, scratch in expected)
 
 
 def test_a_thread_without_a_context_gets_one(driver: Any, hopper: dict[Any, Any]) -> None:

@@ -24,13 +24,16 @@ typedef struct {
 } Config;
 
 static Note notes[MOST_NOTES];
-static int noted, has_context = 1, next_error;
+static uint64_t map_sums[MOST_NOTES];
+static int noted, mapped, has_context = 1, next_error;
 
 int begin_notes(int with_context, int error) {
   has_context = with_context;
   next_error = error;
-  return noted = 0;
+  return noted = mapped = 0;
 }
+int count_maps(void) { return mapped; }
+uint64_t map_sum_at(int index) { return map_sums[index]; }
 int count_notes(void) { return noted; }
 Note* note_at(int index) { return &notes[index]; }
 
@@ -77,9 +80,21 @@ int cuPointerGetAttribute(void* into, int attribute, uint64_t pointer) {
   memcpy(into, &pointer, 8);
   return 0;
 }
-// Of a tensor map the beginning is noted, which here is where the tensor begins.
-int cuTensorMapEncodeTiled(void* map, int type, unsigned int rank, void* address) {
+// A map here is where its tensor begins; of all else a sum is noted.
+int cuTensorMapEncodeTiled(void* map, int type, unsigned int rank, void* address,
+                           const uint64_t* sizes, const uint64_t* strides, const unsigned int* box,
+                           const unsigned int* steps, int interleave, int swizzle, int promotion,
+                           int fill) {
+  uint64_t sum = 1;
+  const int plain[] = {type, (int)rank, interleave, swizzle, promotion, fill};
+  for (int i = 0; i < 6; ++i) sum = sum * 1000003 + (uint64_t)plain[i];
+  for (unsigned int i = 0; i < rank; ++i) {
+    sum = sum * 1000003 + sizes[i];
+    sum = sum * 1000003 + (i + 1 < rank ? strides[i] : 0);
+    sum = sum * 1000003 + box[i] * 7 + steps[i];
+  }
   memcpy(map, &address, 8);
+  if (mapped < MOST_NOTES) map_sums[mapped++] = sum;
   return 0;
 }
 int cuDriverGetVersion(int* version) {
