@@ -1,0 +1,150 @@
+"""Both products in one launch, without a GPU: when they are chosen, and what they compile to."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import offline
+import pytest
+import torch
+from test_lowerings_offline import ASYNC_CALLS, call
+from test_lowerings_tiles import facts
+
+from int8moe_compile.lowerings import stream, tiles, variant_tables, variants, wgmma
+from int8moe_compile.lowerings.tiles import Product, Tile
+from int8moe_compile.lowerings.variants import Features, Variant
+
+# An H100's and H200's: of a multiprocessor, and what each program takes besides.
+MULTIPROCESSOR_BYTES = 233472
+PROGRAM_BYTES = 1024
+MULTIPROCESSOR_REGISTERS = 65536
+# Four that multiply, four that quantise, three that ask and count, in groups of four.
+WARPS = 12
+GATED = [name for name in ASYNC_CALLS if name != "not gated"]
+
+
+def compiled_for(name: str, pair: tuple[Tile, Tile], T: int = 64) -> Any:
+    """Return the kernel for a call of T tokens, compiled for Hopper."""
+    case = call(T, I=512)._replace(**ASYNC_CALLS[name])
+    if name == "fp32":
+        case = case._replace(hidden_states=case.hidden_states[:T])
+    with variants.forced(Variant("fused", *pair)):
+        launches = offline.record(case, "sm_90")
+    names = [launch.kernel.__name__ for launch in launches]
+    assert names == ["place_kernel", "spread_kernel", "stream_kernel", "combine_kernel"]
+    return offline.compile_launch(launches[2], "sm_90")
+
+
+@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("pair", variant_tables.STREAM_PAIRS)
+def test_two_programs_fit_a_multiprocessor(name: str, pair: tuple[Tile, Tile]) -> None:
+    compiled = compiled_for(name, pair)
+    text = offline.assembly(compiled)
+    instructions = offline.matrix_instructions(text)
+    assert instructions and all("wgmma" in i and ".s32.s8.s8" in i for i in instructions)
+    shared = compiled.metadata.shared
+    # The product with the larger steps says how much there is at most.
+    taken = [
+        tiles.shared_memory(tile, Product(128, 8, 512, 512, panels), HOPPER)
+        for tile, panels in zip(pair, (2, 1), strict=True)
+    ]
+    assert max(taken) - tiles.STREAM_BYTES < shared <= max(taken)
+    assert 2 * (shared + PROGRAM_BYTES) <= MULTIPROCESSOR_BYTES
+    assert f".maxnreg {stream.REGISTERS}" in text and f".reqntid {32 * WARPS}" in text
+    assert 2 * 32 * WARPS * stream.REGISTERS <= MULTIPROCESSOR_REGISTERS
+    assert "wgmma.fence" in text and ".local" not in text, "registers do not suffice"
+
+
+HOPPER = facts("sm_90")
+
+
+@pytest.mark.parametrize("name", ["silu", "static"])
+def test_warps_wait_for_each_other(name: str) -> None:
+    """What other warps, programs or descriptors read is ordered; Triton puts these barriers."""
+    text = offline.assembly(compiled_for(name, variant_tables.STREAM_PAIRS[0]))
+    # Buffers are given back when all four warps have read them.
+    for after in re.split(r"wgmma\.wait_group\S*\s+\d+;", text)[1:]:
+        assert "bar.sync" in after[: after.index("mbarrier.arrive")]
+    # One fence each: before codes are counted, and before their descriptor is read.
+    assert text.count("fence.proxy.async.global") == 2
+    # Counts release what was stored before them, and are acquired by all who waited for them.
+    waiting = 1 if name == "static" else 2
+    assert text.count("ld.acquire.gpu") == waiting
+    assert text.count("atom.global.gpu.release.add") == (1 if name == "static" else 2)
+    # Those that multiply, that quantise and that ask for rows wait for the kernels ahead.
+    assert text.count("griddepcontrol.wait;") == 3
+
+
+def products_of(T: int, E: int = 128, panels: int = 2, I: int = 768) -> tuple[Product, Product]:  # noqa: E741
+    """Return both products of T tokens at 8 experts each."""
+    return Product(8 * T, E, 2048, I, panels, 1, 8), Product(8 * T, E, I, 2048, 1, 1, 8)
+
+
+def test_it_is_chosen_for_few_rows_of_gated_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loads(*pair: Product, has: Features | None = None, **mode: bool) -> str:
+        return variants.choose(*pair, HOPPER, has or Features(), **mode).up.loads
+
+    assert [loads(*products_of(T)) for T in (16, 128, 129, 384, 385)] == [
+        *["stream"] * 4,
+        "weights",
+    ]
+    rows = [variants.choose(*products_of(T), HOPPER, Features()).up.block_m for T in (128, 129)]
+    assert rows == [16, 32]
+    assert variants.choose(*products_of(1), HOPPER, Features()).name == "decode"
+    assert loads(*products_of(64, panels=1)) == "pointers"
+    assert loads(*products_of(64, I=256)) == "pointers"
+    # Where nothing starts early, where rows cannot be put into order, by another Triton.
+    assert loads(*products_of(64), is_early=False) == "pointers"
+    for has in (Features(is_int8_input=True), Features(is_weight_on_input=True)):
+        assert loads(*products_of(64), has=has) == "pointers"
+    for has in (Features("none"), Features("tensor"), Features(has_plain_weights=False)):
+        assert loads(*products_of(64), has=has) == "pointers"
+    monkeypatch.setattr(variants.compat_inductor, "gluon_compiles", lambda: False)
+    assert loads(*products_of(64)) == "pointers"
+
+
+def test_a_graph_of_any_size_has_steps_for_it() -> None:
+    found = variants.schedule(*products_of(64), HOPPER, Features())
+    assert found is not None
+    steps = [(most, variant.up.loads, variant.up.block_m) for most, variant in found.steps]
+    assert steps[:3] == [(1024, "stream", 16), (3072, "stream", 32), (6144, "weights", 64)]
+
+
+def test_wrong_shapes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wgmma, "launch", lambda *args, **given: None)
+    codes = torch.empty(8, 512, 512, dtype=torch.int8)
+    layer = stream.Layer(
+        out=torch.empty(128, 512),
+        middle=torch.empty(128, 256),
+        codes=torch.empty(128, 512, dtype=torch.int8),
+        code_scale=torch.empty(128),
+        progress=torch.empty(40, dtype=torch.int32),
+        rows=torch.empty(127, 512, dtype=torch.int8),
+        scale=torch.empty(128),
+        w13=torch.empty(8, 1024, 512, dtype=torch.int8),
+        w13_scale=torch.empty(8, 1024),
+        w13_bias=None,
+        w2=codes,
+        w2_scale=torch.empty(8, 512),
+        w2_bias=None,
+        tile_list=torch.empty(39, 3, dtype=torch.int32),
+        order=torch.empty(128, dtype=torch.int32),
+        topk_weights=torch.empty(64, 2),
+        given_scale=None,
+        is_per_row=True,
+        activation="silu",
+        alpha=1.0,
+        beta=0.0,
+        limit=None,
+        is_weighted=True,
+        is_early=True,
+        is_old=True,
+        programs=4,
+        tile=[16, 3, 4, 2, 1, 4],
+    )
+    with pytest.raises(ValueError, match="wanted the shapes"):
+        stream.launch(*layer)
+    schema = torch.ops.int8moe._stream.default._schema
+    names = [argument.name for argument in schema.arguments]
+    assert [name.replace("tiles", "tile_list") for name in names] == list(stream.Layer._fields)
