@@ -20,6 +20,12 @@ def series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float
     return [tokens for tokens, _ in found], [100 * row["floor"] / row[name] for _, row in found]
 
 
+def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the rows of several runs as one result: of a row in two of them, the later run's."""
+    rows = {(row["shape"], row["tokens"]): row for result in results for row in result["rows"]}
+    return {**results[-1], "rows": list(rows.values())}
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
     """Write one panel for each shape: percent of the floor over tokens."""
     import matplotlib
@@ -55,12 +61,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Read a result and draw it."""
+    """Read results and draw them as one."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("result", type=Path)
+    parser.add_argument("results", type=Path, nargs="+", help="of a row in two, the later counts")
     parser.add_argument("--output", type=Path, default=Path("roofline.png"))
     options = parser.parse_args()
-    draw(json.loads(options.result.read_text()), options.output)
+    draw(merged([json.loads(path.read_text()) for path in options.results]), options.output)
 
 
 if __name__ == "__main__":
