@@ -41,7 +41,7 @@ def order_reloads() -> None:
 
 @functools.cache
 def gluon_compiles() -> bool:
-    """Say whether the installed Triton compiles lowerings/wgmma_kernels.py, which is Gluon.
+    """Say whether the installed Triton compiles wgmma_kernels.py and stream_kernels.py, in Gluon.
 
     That language is experimental and changes with every release: 3.6 ran on an H200, by 3.7 the
     kernels were compiled. Triton's interpreter does not run it. A Triton distributed under another

@@ -16,8 +16,6 @@ log = logging.getLogger(__name__)
 
 # Releases whose launchers were read: how they are called, and that a number passes for a pointer.
 KNOWN_TRITON = ("3.6.", "3.7.")
-# The driver's number for elements of one byte.
-BYTES = 0
 
 
 @dataclass(frozen=True)
@@ -35,13 +33,11 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Map:
-    """Hold what the driver needs of a tensor descriptor: the box it is read in, and how.
+    """Hold what the driver needs of a descriptor of bytes: the box it is read in, and how.
 
-    element_type and swizzle as the driver numbers them.
+    swizzle as the driver numbers it.
     """
 
-    element_type: int
-    element_bytes: int
     swizzle: int
     box: tuple[int, ...]
 
@@ -119,10 +115,12 @@ def binary_of(compiled: Any) -> Binary | None:
 
 def _map_of(described: Any) -> Map | None:
     """Return what Triton says of a descriptor of bytes; None if it is one of something else."""
-    if not described or described.get("fp4_padded") or described["elem_size"] != 1:
+    if not isinstance(described, dict) or described.get("fp4_padded", True):
         return None
-    box = tuple(int(size) for size in described["block_size"])
-    return Map(BYTES, 1, int(described["swizzle"]), box)
+    box, swizzle = described.get("block_size"), described.get("swizzle")
+    if described.get("elem_size") != 1 or box is None or swizzle is None:
+        return None
+    return Map(int(swizzle), tuple(int(size) for size in box))
 
 
 def built_module(build: Any, source: str, name: str) -> Any | None:

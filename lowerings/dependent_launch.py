@@ -5,13 +5,16 @@ ahead has let it (let_next_start) or ended, and sees what earlier kernels wrote 
 (wait_for_earlier). Launches are then hidden, and weights can be read meanwhile.
 
 Every kernel with PDL waits in each of its programs and before its first store, so that who waits
-for it waits for everything earlier, too. Second products read the routing before they wait: it is
-older than the first product, which lets the next kernel start only after its own wait, and until
-then nothing behind it starts; asynchronous ones read their weights, too, if these come from outside
-of the call or graph (IS_OLD). decode's products read weights and ids so, as quantising, launched
-without this, lies between.
-Quantising and routing let the next kernel start at once. All of this takes what was launched early
-ahead of the call, by whomever, to have waited as well.
+for it waits for everything earlier, too. Both products in one launch alone take tickets of their
+tiles' progress before, which the routing has zeroed and nothing between touches.
+
+Second products read the routing before they wait: it is older than the first product, which lets
+the next kernel start only after its own wait, and until then nothing behind it starts; asynchronous
+ones read their weights, too, if these come from outside of the call or graph (IS_OLD). Both
+products in one launch read routing and weights so, behind spread, which waits before it lets them
+start. decode's products read weights and ids so, as quantising, launched without this, lies
+between. Quantising by token and routing let the next kernel start at once. All of this takes what
+was launched early ahead of the call, by whomever, to have waited as well.
 """
 
 from __future__ import annotations

@@ -19,7 +19,11 @@ CONSTANT, ADDRESS, SCRATCH, OUTPUT, MAP = range(5)
 MOST_PARAMETERS: Final = 64
 MOST_ADDRESSES: Final = 16
 MOST_MAPS: Final = 4
+MOST_RANK: Final = 5
 NUMBER_BYTES: Final = 8
+
+# The driver's number for elements of one byte, the only ones that come by descriptor.
+BYTES: Final = 0
 
 # How struct names what Triton's types are.
 FORMATS: Final = {
@@ -80,12 +84,12 @@ def _described(
         return [None]
     base = _parameter(value.base, "*", output, offset_of)
     sizes, strides = list(value.descriptor.shape), list(value.descriptor.strides)
-    if base is None:
+    if base is None or len(sizes) > MOST_RANK:
         return [None]
-    numbers = [MAP, len(sizes), *base, known.element_type, known.swizzle]
+    numbers = [MAP, len(sizes), *base, BYTES, known.swizzle]
     dimensions = list(zip(sizes, strides, known.box, strict=True))
     for turn, (size, stride, box) in enumerate(reversed(dimensions)):
-        numbers += [size, stride * known.element_bytes if turn else 0, box]
+        numbers += [size, stride if turn else 0, box]
     plain = [("i32", size) for size in sizes] + [("i64", stride) for stride in strides]
     return [
         tuple(numbers),

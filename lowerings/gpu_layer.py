@@ -72,11 +72,12 @@ def lower(call: Any) -> ir.TensorBox:
     mode = {"is_sized": is_sized, "is_early": is_early and not is_tuned()}
     # Asking for the features realizes the weights and guards their strides: only where they count.
     asked = variants.asked_for(up, down, device, **mode)
-    scheduled_for = variants.asked_schedule(up, down, device) if is_scheduled else None
+    early = {"is_early": gpu_variants.starts_early(1, device)}
+    scheduled_for = variants.asked_schedule(up, down, device, **early) if is_scheduled else None
     features = variants.Features()
     if asked is not None or scheduled_for is not None:
         features = gpu_variants.features_of(call)
-    schedule = variants.schedule(up, down, device, features) if is_scheduled else None
+    schedule = variants.schedule(up, down, device, features, **early) if is_scheduled else None
     if schedule is not None:
         return scheduled(call, dtype, up.experts, device, schedule)
     variant = variants.choose(up, down, device, features, **mode)

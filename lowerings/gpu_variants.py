@@ -132,8 +132,8 @@ class GraphHost:
     def is_old(self, *tensors: Any) -> bool:
         """Say whether tensors come into the graph, and so were there before its first launches.
 
-        A launch that is not early, or the first product, which lets the next kernel start after
-        its own wait, lies between. What the graph computes may come from the kernel ahead.
+        A launch that is not early, or the first product or spread, which let the next kernel start
+        after their own wait, lies between. What the graph computes may come from the kernel ahead.
         """
         names = [tensor.get_name() for tensor in tensors if tensor is not None]
         outside = V.graph.graph_inputs.keys() | V.graph.constants.keys()

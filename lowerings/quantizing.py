@@ -40,6 +40,7 @@ def spread_kernel(
 
     codes[inverse[token * K + slot]] = round(x[token] / scale)
     """
+    # In this order: the next kernel reads the routing, and takes tickets of its progress, at once.
     wait_for_earlier(PDL)
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

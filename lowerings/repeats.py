@@ -129,7 +129,8 @@ def arrange(recording: Recording, output: int) -> _Memory:
     """Lay out all buffers but the output; those of launches apart may share memory.
 
     A kernel that starts early writes nothing before all earlier ones have ended, see
-    dependent_launch.py, so that it may write where they have read.
+    dependent_launch.py, so that it may write where they have read: nothing but the progress of
+    tiles, which lives from the routing on.
     """
     lives: dict[int, tuple[int, int]] = {}
     for turn, launch in enumerate(recording.launches):

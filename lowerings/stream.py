@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from . import stream_kernels, stream_rows, tiles, variant_layers, variants, wgmma
+from . import stream_kernels, stream_rows, stream_tiles, tiles, variant_layers, variants, wgmma
 from .eager import device_of, scale_columns
 
 # Registers a thread of twelve warps, of which two programs fit a multiprocessor; warps that
@@ -20,8 +20,8 @@ REGISTERS: Final = 80
 QUANTIZING_REGISTERS: Final = 112
 ASKING_REGISTERS: Final = 40
 # Codes of a row of weights, and rows of them, that come in one box.
-BOX_K: Final = 128
-PANEL: Final = 64
+BOX_K: Final = int(stream_tiles.BOX_K.value)
+PANEL: Final = int(stream_tiles.PANEL.value)
 
 
 def products(host: Any, plan: Any, rows: Any, variant: variants.Variant) -> Any:
@@ -85,8 +85,8 @@ class Layer(NamedTuple):
 
     out [T*K, H] by contribution is the result of rows [T*K, H] in expert order. middle, codes
     [T*K, I] and code_scale [T*K] are scratch memory; the first and the last are not used with a
-    given scale. progress: zeros, as stream_rows.py has them. scale: one for each row if is_per_row,
-    else one. programs: how many to launch. tile: as _numbers has it.
+    given scale. progress: zeros, as stream_rows.py has them, which are used up. scale: one for each
+    row if is_per_row, else one. programs: how many to launch. tile: as _numbers has it.
     """
 
     out: Tensor
@@ -121,10 +121,14 @@ class Layer(NamedTuple):
 def launch(*args: Any) -> None:
     """Launch a layer, or have it compiled where no program is due; arguments as in Layer."""
     layer = Layer(*args)
-    constants = _constants(layer)
-    kind = (layer.w2.data_ptr(), layer.w2.shape, layer.topk_weights.dtype, *constants.values())
-    if wgmma.is_idle(layer.programs, layer.w13, "stream", *kind, layer.is_early, *layer.tile):
-        return
+    if layer.programs == 0:
+        # All that is known of a graph's call: addresses and sizes of weights, types, numbers.
+        weights = (layer.w13_scale, layer.w13_bias, layer.w2, layer.w2_scale)
+        known = [None if x is None else (x.data_ptr(), x.shape) for x in weights]
+        numbers = (layer.given_scale is None, *args[17:-2], *layer.tile)
+        kind = (*known, layer.out.dtype, layer.topk_weights.dtype, *numbers)
+        if wgmma.is_idle(0, layer.w13, "stream", *kind):
+            return
     stride_rt, stride_rk = layer.topk_weights.stride()
     is_static = layer.given_scale is not None
     with device_of(layer.out):
@@ -146,7 +150,7 @@ def launch(*args: Any) -> None:
             progress_ptr=layer.progress,
             stride_rt=stride_rt,
             stride_rk=stride_rk,
-            **constants,
+            **_constants(layer),
             **_operands(layer),
             **wgmma.timing(layer.is_early),
         )
@@ -182,6 +186,9 @@ def _operands(layer: Layer) -> dict[str, Any]:
     found = [tuple(x.shape) for x in (layer.rows, layer.codes, layer.out)]
     if found != wanted:
         raise ValueError(f"rows, codes, out: wanted the shapes {wanted}, got {found}")
+    if len(layer.progress) <= len(layer.tile_list):
+        sizes = (len(layer.tile_list), len(layer.progress))
+        raise ValueError(f"progress: wanted more numbers than tile_list has rows, got {sizes}")
     return {
         "a1": wgmma.described(layer.rows, [block_m, BOX_K]),
         "w1": wgmma.described(layer.w13.view(-1, hidden), [PANEL, BOX_K]),

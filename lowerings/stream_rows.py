@@ -48,8 +48,8 @@ def fence_for_descriptors(token):
 
 @triton.jit
 def acquire(pointer):
-    """Let every thread see what was written before a count that it has read, L1 notwithstanding."""
-    tl.inline_asm_elementwise(
+    """Return a count, for every thread to see what was written before it, L1 notwithstanding."""
+    return tl.inline_asm_elementwise(
         asm="ld.acquire.gpu.global.b32 $0, [$1];",
         constraints="=r,l",
         args=[pointer.to(tl.int64)],
@@ -85,7 +85,9 @@ def wait_until_done(work, tile, wanted):
     done_ptr = work[1] + TICKETS + tile
     while gl.load(done_ptr, volatile=True) < wanted:
         pause(tile)
-    acquire(done_ptr)
+    # It reads no less; what is compared cannot be left out.
+    while acquire(done_ptr) < wanted:
+        pause(tile)
 
 
 @gluon.jit

@@ -137,9 +137,9 @@ def take_piece(work, GROUP_M: gl.constexpr):
     up_pieces = num_tiles * up_blocks
     is_up = ticket < up_pieces
     is_some = ticket < up_pieces + num_tiles * down_blocks
-    number = gl.where(is_up, ticket, ticket - up_pieces)
-    tile, block = tile_of(number, num_tiles, gl.where(is_up, up_blocks, down_blocks), GROUP_M)
-    tile = gl.where(is_some, tile, 0)
+    number = gl.where(is_some, gl.where(is_up, ticket, ticket - up_pieces), 0)
+    blocks = gl.where(is_up, up_blocks, down_blocks)
+    tile, block = tile_of(number, gl.maximum(num_tiles, 1), blocks, GROUP_M)
     tile_ptr = tiles_ptr + 3 * (1 + tile)
     kind = gl.where(is_some, gl.where(is_up, 1, 0), -1)
     return kind, tile, gl.load(tile_ptr), gl.load(tile_ptr + 1), gl.load(tile_ptr + 2), block

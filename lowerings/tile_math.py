@@ -75,9 +75,8 @@ def encode_by_maximum(x: tl.tensor, scale: tl.tensor, NARROW: tl.constexpr) -> t
     (tests/test_lowerings_codes.py goes through them). Rows that are not finite, or so far from 1
     that a step leaves the normal numbers, take the other way, with all of their program's.
     """
-    codes = magnitude_bits(x).to(
-        tl.int8
-    )  # Either branch replaces it; Gluon has no zeros without a layout.
+    # Either branch replaces them; Gluon, which calls this, has no zeros without a layout.
+    codes = magnitude_bits(x).to(tl.int8)
     is_usual = NARROW
     if NARROW:
         bits = scale.to(tl.int32, bitcast=True)

@@ -17,7 +17,7 @@ def candidates(
     """Return the variants to compare for a layer: "apart", then what the tables name, if else."""
     default = Variant("apart", *tiles.choose_pair(up, down, device))
     found = [default]
-    by_tables = (variants.measured(up, down, device, is_async=word) for word in (True, False))
+    by_tables = (variants.measured(up, down, device, has_gluon=word) for word in (True, False))
     for variant in (*by_tables, variants.decode_variant(up, down), *_fused(up, down, default)):
         if variant is None or variant in found:
             continue
@@ -29,7 +29,7 @@ def candidates(
 
 
 def _fused(up: Product, down: Product, default: Variant) -> Iterator[Variant]:
-    """Yield the products of "apart", and loads by descriptor, with narrow tiles for few rows."""
+    """Yield the products of "apart", both in one launch for few rows, and loads by descriptor."""
     yield Variant("fused", default.up, default.down)
     rows = tiles.rows_per_expert(up.contributions, up.experts)
     group = 32 if up.experts <= tiles.FEW_EXPERTS else 8

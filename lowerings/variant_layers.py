@@ -48,7 +48,7 @@ class Host(Protocol):
         """Launch so many programs of a kernel."""
 
     def operate(self, operator: Any, *args: Any) -> None:
-        """Call an operator that writes its first argument."""
+        """Call an operator of lowerings/wgmma.py or stream.py."""
 
     def cdiv(self, a: Any, b: int) -> Any:
         """Return a / b, rounded up."""

@@ -1,8 +1,8 @@
 """Tiles of the "fused" variant by rows an expert, as measured; host only, needs no GPU.
 
 An H200, over the shapes of benchmarks/shapes.py: (rows an expert gets on average, at most, tiles of
-both products), rising. From benchmarks/sweep_tiles.py --fused and, for loads "async", earlier forms
-of benchmarks/bench_experts.py --variants.
+both products), rising. From benchmarks/sweep_tiles.py --fused and, for loads "async" and "stream",
+earlier forms of benchmarks/bench_experts.py --variants.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 "apart": quantise, product, quantise, product, sum, by pointers, tiles from tiles.TABLE; everywhere.
 "fused": the same, but a given scale quantises in the first product; as "apart" where that lets
-launches overlap, else with loads by descriptor or asynchronous products (variant_tables.py).
+launches overlap, else with loads by descriptor, asynchronous products, or both in one launch
+(variant_tables.py).
 "decode": no routing and no sum apart; for one token, and for few of small experts.
 """
 
@@ -43,8 +44,10 @@ AHEAD_LINES: Final = 2
 MEASURED_MAJOR: Final = 9
 ASYNC_CAPABILITY: Final = (9, 0)
 GROUP_ROWS: Final = 64
+# Columns of a block of weights of loads "stream".
+STREAM_COLUMNS: Final = 64
 # Loads whose kernels are Gluon's.
-LATE_LOADS: Final = {"async", "stream"}
+GLUON_LOADS: Final = {"async", "stream"}
 
 CACHE_KEY: Final = "int8moe_compile.lowerings.variants"
 
@@ -122,9 +125,9 @@ def takes(variant: Variant, up: Product, down: Product, device: DeviceFacts, has
         if tiles.is_rocm(device) or major < 9 or not is_aligned or not has.has_plain_weights:
             return False
     is_filled = _runs_ahead(variant.up, up.depth) and _runs_ahead(variant.down, down.depth)
-    if loads & LATE_LOADS and not (is_filled and _has_async(device)):
+    if loads & GLUON_LOADS and not (is_filled and _has_gluon(device)):
         return False
-    if "stream" in loads and (up.panels == 1 or loads != {"stream"}):
+    if "stream" in loads and (up.panels == 1 or not _is_stream(variant)):
         return False
     if variant.up.is_ordered and (
         has.is_int8_input or has.is_weight_on_input or up.depth > SPREAD_COLUMNS
@@ -138,10 +141,25 @@ def _is_measured(device: DeviceFacts) -> bool:
     return not tiles.is_rocm(device) and (device.capability or (0, 0))[0] == MEASURED_MAJOR
 
 
-def _has_async(device: DeviceFacts) -> bool:
+def _has_gluon(device: DeviceFacts) -> bool:
     """Say whether there are kernels of loads "async" and "stream"."""
     is_hopper = not tiles.is_rocm(device) and device.capability == ASYNC_CAPABILITY
     return is_hopper and compat_inductor.gluon_compiles()
+
+
+def _is_stream(variant: Variant) -> bool:
+    """Say whether tiles are such that the kernel of loads "stream" computes both products."""
+    up, down = variant.up, variant.down
+    is_one = replace(up, block_n=0, block_k=0) == replace(down, block_n=0, block_k=0)
+    is_even = up.block_k >= DESCRIPTOR_K and up.block_k % DESCRIPTOR_K == 0
+    panels = down.block_n // STREAM_COLUMNS
+    is_shaped = up.block_n == STREAM_COLUMNS and down.block_n in (
+        STREAM_COLUMNS,
+        2 * STREAM_COLUMNS,
+    )
+    is_same_size = down.block_k * panels == 2 * up.block_k
+    is_deep = up.num_stages >= 2 and up.num_warps == 4
+    return is_one and is_even and is_shaped and is_same_size and is_deep
 
 
 def _runs_ahead(tile: Tile, depth: int) -> bool:
@@ -153,29 +171,35 @@ def _runs_ahead(tile: Tile, depth: int) -> bool:
 
 
 def measured(
-    up: Product, down: Product, device: DeviceFacts, *, is_async: bool = True
+    up: Product, down: Product, device: DeviceFacts, *, has_gluon: bool = True
 ) -> Variant | None:
     """Return what is faster than "apart" by the tables; None where nothing is."""
     if not _is_measured(device) or min(up.depth, down.depth) < DESCRIPTOR_K:
         return None
-    return _measured_decode(up, down) or _measured_fused(up, down, device, is_async)
+    return _measured_decode(up, down) or _measured_fused(up, down, device, has_gluon)
 
 
 def _measured_fused(
-    up: Product, down: Product, device: DeviceFacts, is_async: bool
+    up: Product, down: Product, device: DeviceFacts, has_gluon: bool, *, is_early: bool = True
 ) -> Variant | None:
-    """Return what is faster than "apart" by the tables of "fused"; None where nothing is."""
+    """Return what is faster than "apart" by the tables of "fused"; None where nothing is.
+
+    is_early: as far as the graph is concerned. Both products in one launch are measured so alone.
+    """
     rows = tiles.rows_per_expert(up.contributions, up.experts)
     if up.a_bytes != 1 or min(up.depth, down.depth) < DESCRIPTOR_K:
         return None
-    is_async, is_early = is_async and _has_async(device), starts_early(up.contributions, device)
-    for most, *pair in stream_table(up, down) if is_async and is_early else ():
-        if rows <= most:
-            return Variant("fused", *pair)
+    has_gluon = has_gluon and _has_gluon(device)
+    is_streamed = has_gluon and is_early and comes_early(up.contributions, device)
+    for most, first, second in stream_table(up, down) if is_streamed else ():
+        variant = Variant("fused", first, second)
+        if rows <= most and fits(variant, up, down, device):
+            return variant
     if rows <= FEW_ROWS and not is_uneven(up, down):
         # The same products; what is faster is that launches overlap.
-        return Variant("fused", *tiles.choose_pair(up, down, device)) if is_early else None
-    table = fused_table(up, down, is_async=is_async)
+        pair = tiles.choose_pair(up, down, device)
+        return Variant("fused", *pair) if starts_early(up.contributions, device) else None
+    table = fused_table(up, down, is_async=has_gluon)
     _, first, second = next(row for row in table if rows <= row[0])
     if up.panels == 1:
         # Measured with gate and up side by side.
@@ -183,7 +207,7 @@ def _measured_fused(
     variant = Variant("fused", first, second)
     if fits(variant, up, down, device):
         return variant
-    return _measured_fused(up, down, device, is_async=False) if is_async else None
+    return _measured_fused(up, down, device, has_gluon=False) if has_gluon else None
 
 
 def fits(variant: Variant, up: Product, down: Product, device: DeviceFacts) -> bool:
@@ -192,9 +216,14 @@ def fits(variant: Variant, up: Product, down: Product, device: DeviceFacts) -> b
     return all(tiles.shared_memory(t, p, device) <= tiles.limit_of(device) for t, p in pairs)
 
 
+def comes_early(contributions: int, device: DeviceFacts) -> bool:
+    """Say whether the kernels of a call start before those ahead have ended, in_turn() aside."""
+    return contributions <= EARLY_CONTRIBUTIONS and tiles.launches_early(device)
+
+
 def starts_early(contributions: int, device: DeviceFacts) -> bool:
     """Say whether the kernels of a call start before those ahead have ended."""
-    return contributions <= EARLY_CONTRIBUTIONS and not _in_turn and tiles.launches_early(device)
+    return comes_early(contributions, device) and not _in_turn
 
 
 def lines_ahead(is_early: bool, contributions: Any = 1, experts: int = 0) -> int:
@@ -276,7 +305,7 @@ def asked_for(
         return forced
     found = measured(up, down, device)
     if not is_early and found is not None and found.up.loads == "stream":
-        found = measured(up, down, device, is_async=False)
+        found = measured(up, down, device, has_gluon=False)
     is_same = found is not None and (found.name, found.up.loads) == ("fused", "pointers")
     return None if is_same and not is_early else found
 
@@ -284,9 +313,9 @@ def asked_for(
 def plainer(
     variant: Variant | None, up: Product, down: Product, device: DeviceFacts
 ) -> Variant | None:
-    """Return what the tables have for calls that their tiles of late loads do not take."""
-    is_late = variant is not None and bool({variant.up.loads, variant.down.loads} & LATE_LOADS)
-    return measured(up, down, device, is_async=False) if is_late and not _forced else None
+    """Return what the tables have for calls that their Gluon kernels do not take."""
+    is_gluon = variant is not None and bool({variant.up.loads, variant.down.loads} & GLUON_LOADS)
+    return measured(up, down, device, has_gluon=False) if is_gluon and not _forced else None
 
 
 def choose(
@@ -306,17 +335,23 @@ def choose(
     return Variant("apart", *tiles.choose_pair(up, down, device))
 
 
-def asked_schedule(up: Product, down: Product, device: DeviceFacts) -> Schedule | None:
+def asked_schedule(
+    up: Product, down: Product, device: DeviceFacts, *, is_early: bool = True
+) -> Schedule | None:
     """Return the schedule that a call of any size asks for, the forced one or the tables'."""
     if not _forced:
-        return _measured_schedule(up, down, device, is_async=True)
+        return _measured_schedule(up, down, device, has_gluon=True, is_early=is_early)
     return _forced[-1] if isinstance(_forced[-1], Schedule) else None
 
 
-def schedule(up: Product, down: Product, device: DeviceFacts, has: Features) -> Schedule | None:
+def schedule(
+    up: Product, down: Product, device: DeviceFacts, has: Features, *, is_early: bool = True
+) -> Schedule | None:
     """Return the schedule of a call of any size, if one is asked for and takes it throughout."""
-    asked = asked_schedule(up, down, device)
-    plain = None if _forced else _measured_schedule(up, down, device, is_async=False)
+    asked = asked_schedule(up, down, device, is_early=is_early)
+    plain = None
+    if not _forced:
+        plain = _measured_schedule(up, down, device, has_gluon=False, is_early=is_early)
     for found in (asked, plain):
         if found is not None and all(takes(v, up, down, device, has) for _, v in found.steps):
             return found
@@ -324,7 +359,7 @@ def schedule(up: Product, down: Product, device: DeviceFacts, has: Features) -> 
 
 
 def _measured_schedule(
-    up: Product, down: Product, device: DeviceFacts, *, is_async: bool
+    up: Product, down: Product, device: DeviceFacts, *, has_gluon: bool, is_early: bool
 ) -> Schedule | None:
     """Return a step for each row of the layer's table, the first for few rows an expert.
 
@@ -332,16 +367,14 @@ def _measured_schedule(
     """
     if not _is_measured(device) or up.a_bytes != 1:
         return None
-    table = fused_table(up, down, is_async=is_async and _has_async(device))
-    rows = {most for most, _, _ in (*stream_table(up, down), *table[:-1])} | {
-        FEW_ROWS // 2,
-        FEW_ROWS,
-    }
-    bounds = [int(most * up.experts) for most in sorted(rows)]
+    table = fused_table(up, down, is_async=has_gluon and _has_gluon(device))
+    rows = {FEW_ROWS // 2, FEW_ROWS, *(most for most, _, _ in (*stream_table(up, down), *table))}
+    found = {most * up.experts for most in rows if most < float("inf")} | {EARLY_CONTRIBUTIONS}
+    bounds = sorted(int(most) for most in found)
     steps: list[tuple[int, Variant]] = []
     for most in (*bounds, EVERY_SIZE):
         sized = replace(up, contributions=most), replace(down, contributions=most)
-        variant = _measured_fused(*sized, device, is_async)
+        variant = _measured_fused(*sized, device, has_gluon, is_early=is_early)
         if variant is None:
             variant = Variant("fused", *tiles.choose_pair(*sized, device))
         if steps and steps[-1][1] == variant:

@@ -113,3 +113,19 @@ def test_no_result_depends_on_the_order(word: str, monkeypatch: pytest.MonkeyPat
     other = routing.plan(call.topk_ids, None, num_experts=3, block_m=16)
     assert not torch.equal(stable.order, other.order)
     assert torch.equal(eager.experts(call), expected)
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize(("low", "high"), [(0, 11), (-2, 14), (-3, 0)])
+def test_progress_is_as_many_zeros_as_are_looked_at(
+    low: int, high: int, is_split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tickets and a count for each tile; what lies behind is nobody's."""
+    if is_split:
+        chunks_of(64, monkeypatch, most=4)
+    ids = draw(300, 3, low, high)
+    plan = routing.plan(ids, None, num_experts=11, block_m=16, is_progress_wanted=True)
+    assert plan.progress is not None and len(plan.progress) == len(plan.tiles) + 1
+    looked_at = 2 + int(plan.tiles[0, 0])
+    assert not plan.progress[:looked_at].any()
+    assert plan.progress[looked_at:].all()

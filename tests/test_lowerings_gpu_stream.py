@@ -16,7 +16,7 @@ from int8moe_compile.ops.arguments import ExpertsArguments
 
 def has_kernel() -> bool:
     """Say whether this GPU and Triton have the kernel."""
-    return torch.cuda.is_available() and variants._has_async(
+    return torch.cuda.is_available() and variants._has_gluon(
         eager.facts_of(torch.device("cuda", torch.cuda.current_device()))
     )
 
@@ -35,17 +35,31 @@ def run_apart(case: Problem) -> torch.Tensor:
         return case.run()
 
 
+def spoil(case: Problem) -> None:
+    """Leave NaN where a call's buffers will be: what an earlier one computed must not be found."""
+    contributions, (hidden, width) = case.topk_ids.numel(), case.w2.shape[1:]
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        for size in (contributions * hidden, contributions * width, contributions):
+            fill = float("nan") if dtype.is_floating_point else 99
+            for _ in range(2):
+                torch.full((size,), fill, dtype=dtype, device="cuda")
+
+
 def check(case: Problem, pair: Any, repeats: int = 4) -> None:
-    """Compare the bits of some runs."""
-    expected = run_apart(case)
+    """Compare the bits of some runs, each of another routing."""
     variant = Variant("fused", *pair)
     call = ExpertsArguments(*case.args, **case.options)
     up, down = eager.layer_products(call)
     device = eager.facts_of(case.hidden_states.device)
     assert variants.takes(variant, up, down, device, eager_variants.features_of(call))
-    with variants.forced(variant):
-        for _ in range(repeats):
-            assert torch.equal(case.run(), expected)
+    for turn in range(repeats):
+        case = case.with_(
+            topk_ids=case.topk_ids.roll(turn, 0), topk_weights=case.topk_weights.roll(1)
+        )
+        expected = run_apart(case)
+        spoil(case)
+        with variants.forced(variant):
+            assert torch.equal(case.run(), expected), turn
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -107,6 +121,28 @@ def test_repeated_calls_give_the_same_bits() -> None:
         case = problem(9, T=T, H=512, I=384, E=16, K=4).to("cuda")
         expected = run_apart(case)
         assert all(torch.equal(case.run(), expected) for _ in range(4))
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_launches_in_turn_give_the_same_bits(pair: Any) -> None:
+    with variants.in_turn():
+        check(problem(10, T=60, H=512, I=384, E=8, K=2).to("cuda"), pair)
+
+
+@pytest.mark.parametrize("word", ["token", "static"])
+def test_weights_that_the_graph_computes_are_waited_for(word: str) -> None:
+    """Nothing of them is asked for before the kernels ahead have ended."""
+    case = with_scheme(problem(11, T=60, H=512, I=384, E=16, K=4), word).to("cuda")
+
+    def layer(w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+        return case.with_(w13=-w13, w2=w2.roll(1, 1)).run()
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(layer, fullgraph=True)
+        expected = run_apart(case.with_(w13=-case.w13, w2=case.w2.roll(1, 1)))
+        for _ in range(5):
+            assert torch.equal(compiled(case.w13, case.w2), expected)
 
 
 @pytest.mark.parametrize("sizes", [(40,), (3, 32, 33, 96, 97, 400)])

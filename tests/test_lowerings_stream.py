@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import offline
 import pytest
 import torch
+import triton
 from test_lowerings_offline import ASYNC_CALLS, call
 from test_lowerings_tiles import facts
 
@@ -53,7 +58,17 @@ def test_two_programs_fit_a_multiprocessor(name: str, pair: tuple[Tile, Tile]) -
     assert 2 * (shared + PROGRAM_BYTES) <= MULTIPROCESSOR_BYTES
     assert f".maxnreg {stream.REGISTERS}" in text and f".reqntid {32 * WARPS}" in text
     assert 2 * 32 * WARPS * stream.REGISTERS <= MULTIPROCESSOR_REGISTERS
-    assert "wgmma.fence" in text and ".local" not in text, "registers do not suffice"
+    assert "STACK:0" in disassembled(compiled, "-res-usage"), "registers do not suffice"
+
+
+def disassembled(compiled: Any, what: str) -> str:
+    """Return a kernel's instructions or what it takes of a multiprocessor."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(tool), what, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 HOPPER = facts("sm_90")
@@ -62,7 +77,8 @@ HOPPER = facts("sm_90")
 @pytest.mark.parametrize("name", ["silu", "static"])
 def test_warps_wait_for_each_other(name: str) -> None:
     """What other warps, programs or descriptors read is ordered; Triton puts these barriers."""
-    text = offline.assembly(compiled_for(name, variant_tables.STREAM_PAIRS[0]))
+    compiled = compiled_for(name, variant_tables.STREAM_PAIRS[0])
+    text = offline.assembly(compiled)
     # Buffers are given back when all four warps have read them.
     for after in re.split(r"wgmma\.wait_group\S*\s+\d+;", text)[1:]:
         assert "bar.sync" in after[: after.index("mbarrier.arrive")]
@@ -70,7 +86,8 @@ def test_warps_wait_for_each_other(name: str) -> None:
     assert text.count("fence.proxy.async.global") == 2
     # Counts release what was stored before them, and are acquired by all who waited for them.
     waiting = 1 if name == "static" else 2
-    assert text.count("ld.acquire.gpu") == waiting
+    assert text.count("ld.acquire.gpu") == 2 * waiting, "at the first turn of a loop, and at others"
+    assert disassembled(compiled, "-sass").count("LDG.E.STRONG.GPU") >= waiting, "left out"
     assert text.count("atom.global.gpu.release.add") == (1 if name == "static" else 2)
     # Those that multiply, that quantise and that ask for rows wait for the kernels ahead.
     assert text.count("griddepcontrol.wait;") == 3
@@ -109,6 +126,47 @@ def test_a_graph_of_any_size_has_steps_for_it() -> None:
     assert found is not None
     steps = [(most, variant.up.loads, variant.up.block_m) for most, variant in found.steps]
     assert steps[:3] == [(1024, "stream", 16), (3072, "stream", 32), (6144, "weights", 64)]
+    # Up to as many contributions as start early, though an expert could get more.
+    found = variants.schedule(*products_of(64, E=512), HOPPER, Features())
+    assert found is not None
+    assert [(most, v.up.loads) for most, v in found.steps][:2] == [
+        (4096, "stream"),
+        (8192, "stream"),
+    ]
+    # As in a graph of one size.
+    found = variants.schedule(*products_of(64), HOPPER, Features(), is_early=False)
+    assert found is not None and "stream" not in {v.up.loads for _, v in found.steps}
+
+
+UP, DOWN = variant_tables.STREAM_PAIRS[0]
+
+
+@pytest.mark.parametrize(
+    ("up", "down"),
+    [
+        (replace(UP, num_stages=1), replace(DOWN, num_stages=1)),
+        (replace(UP, num_warps=8), replace(DOWN, num_warps=8)),
+        (replace(UP, block_n=128), DOWN),
+        (UP, replace(DOWN, block_n=256, block_k=128)),
+        (UP, replace(DOWN, block_k=128)),
+        (UP, replace(DOWN, block_m=32)),
+        (UP, replace(DOWN, num_stages=2)),
+        (UP, replace(DOWN, loads="both")),
+    ],
+)
+def test_tiles_that_the_kernel_does_not_compute_are_not_taken(up: Tile, down: Tile) -> None:
+    pair = products_of(64)
+    assert variants.takes(Variant("fused", UP, DOWN), *pair, HOPPER, Features())
+    assert not variants.takes(Variant("fused", up, down), *pair, HOPPER, Features())
+
+
+def test_rows_are_put_into_order_before_the_next_kernel_starts() -> None:
+    """What that reads and writes before its own wait is then as the routing left it."""
+    with variants.forced(Variant("fused", UP, DOWN)):
+        spread = offline.record(call(64, I=512), "sm_90")[1]
+    assert spread.kernel.__name__ == "spread_kernel"
+    text = offline.assembly(offline.compile_launch(spread, "sm_90"))
+    assert text.index("griddepcontrol.wait") < text.index("griddepcontrol.launch_dependents")
 
 
 def test_wrong_shapes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ def test_an_unknown_device_is_nothing_to_warn_about(caplog: pytest.LogCaptureFix
     assert not caplog.records
 
 
-def test_no_configuration_is_warp_specialised() -> None:
+def test_one_kernel_alone_is_warp_specialised() -> None:
     """Triton 3.6 aborts the process for warp-specialised int8 products on Hopper.
 
     Of its own making: in Gluon, warps are told what to do.
