@@ -58,8 +58,10 @@ def sums_like(ROWS: gl.constexpr, num_warps: gl.constexpr):
 @gluon.jit
 def give_back(ring, at, STAGES: gl.constexpr):
     """Give back the buffers of the step before the one that is due, read by all warps."""
+    _descriptors, _a_buffers, _w_buffers, _full, empty = ring
+    slot, _phase = at
     barrier()
-    mbarrier.arrive(ring[7].index(gl.where(at[0] == 0, STAGES - 1, at[0] - 1)), count=1)
+    mbarrier.arrive(empty.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
 
 
 @gluon.jit
@@ -68,12 +70,13 @@ def add_step(ring, at, sums, SIZES: gl.constexpr, PANELS: gl.constexpr, IS_FIRST
     STAGES: gl.constexpr = SIZES[1]
     BOXES: gl.constexpr = SIZES[2]
     ROW_BOXES: gl.constexpr = SIZES[2] // SIZES[3]
+    _descriptors, a_buffers, w_buffers, full, _empty = ring
     slot, phase = at
     one, two = sums
-    mbarrier.wait(ring[6].index(slot), phase)
+    mbarrier.wait(full.index(slot), phase)
     for box in gl.static_range(BOXES):
-        rows = ring[4].index(slot * ROW_BOXES + box // PANELS).permute((1, 0))
-        codes = ring[5].index(slot * BOXES + box)
+        rows = a_buffers.index(slot * ROW_BOXES + box // PANELS).permute((1, 0))
+        codes = w_buffers.index(slot * BOXES + box)
         use_acc = not IS_FIRST or box >= PANELS
         if PANELS == 2 and box % 2 == 1:
             two = warpgroup_mma(codes, rows, two, use_acc=use_acc, is_async=True)
@@ -141,6 +144,8 @@ def first_piece(
 ):
     """Compute and store a piece of the first product: the result, or codes by a given scale."""
     ROWS: gl.constexpr = SIZES[0]
+    middle_ptr, codes_ptr, code_scale_ptr = rows
+    a_scale_ptr, w_scale_ptr, bias_ptr = weight
     _kind, _tile, expert, first, end, block = piece
     layout: gl.constexpr = sums_like(ROWS, num_warps).type.layout
     row = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -148,9 +153,9 @@ def first_piece(
     column = gl.minimum(column, width - 1)
     expert = expert.to(gl.int64)
     columns = gate_columns(
-        weight[1], weight[2], expert, column, width, True, HAS_BIAS, SCALE_COLUMNS
+        w_scale_ptr, bias_ptr, expert, column, width, True, HAS_BIAS, SCALE_COLUMNS
     )
-    a_scale = row_scales(weight[0], gl.minimum(row, end - 1), True, HAS_ROW_SCALE)
+    a_scale = row_scales(a_scale_ptr, gl.minimum(row, end - 1), True, HAS_ROW_SCALE)
     sums, at = begin_sums(ring, at, SIZES, 2, num_warps)
     one, two, at = end_sums(ring, at, sums, steps, SIZES, 2)
     value = gated(
@@ -170,11 +175,11 @@ def first_piece(
     value = rounded(value, DTYPE)
     position = first + gl.arange(0, ROWS, gl.SliceLayout(1, store_layout(num_warps)))
     if IS_STATIC:
-        scale = gl.load(rows[2]) + gl.zeros((ROWS, 1), gl.float32, layout)
+        scale = gl.load(code_scale_ptr) + gl.zeros((ROWS, 1), gl.float32, layout)
         codes = encode(value.to(gl.float32), scale)
-        store_panel(rows[1], position, position < end, codes, block, width, num_warps)
+        store_panel(codes_ptr, position, position < end, codes, block, width, num_warps)
     else:
-        store_panel(rows[0], position, position < end, value, block, width, num_warps)
+        store_panel(middle_ptr, position, position < end, value, block, width, num_warps)
     return at
 
 
@@ -221,6 +226,7 @@ def second_piece(
     """Compute and store a piece of the second product, by contribution."""
     ROWS: gl.constexpr = SIZES[0]
     PANELS: gl.constexpr = SIZES[3]
+    a_scale_ptr, w_scale_ptr, bias_ptr = weight
     weights_ptr, stride_rt, stride_rk, order_ptr, top_k = routed
     _kind, _tile, expert, first, end, block = piece
     layout: gl.constexpr = sums_like(ROWS, num_warps).type.layout
@@ -233,20 +239,20 @@ def second_piece(
     column = gl.minimum(column, width - 1)
     expert = expert.to(gl.int64)
     columns = column_values(
-        weight[1], weight[2], expert, column, width, 1, 0, HAS_BIAS, SCALE_COLUMNS
+        w_scale_ptr, bias_ptr, expert, column, width, 1, 0, HAS_BIAS, SCALE_COLUMNS
     )
     others = columns
     if PANELS == 2:
         column = gl.minimum(column + PANEL, width - 1)
         others = column_values(
-            weight[1], weight[2], expert, column, width, 1, 0, HAS_BIAS, SCALE_COLUMNS
+            w_scale_ptr, bias_ptr, expert, column, width, 1, 0, HAS_BIAS, SCALE_COLUMNS
         )
     router = columns[0]
     if HAS_ROUTER_WEIGHT:
         router = router_weights(weights_ptr, contribution, top_k, stride_rt, stride_rk)
     sums, at = begin_sums(ring, at, SIZES, PANELS, num_warps)
     # The rows are there, and so are their scales.
-    a_scale = row_scales(weight[0], row, True, not IS_STATIC)
+    a_scale = row_scales(a_scale_ptr, row, True, not IS_STATIC)
     one, two, at = end_sums(ring, at, sums, steps, SIZES, PANELS)
     for turn in gl.static_range(PANELS):
         second_panel(

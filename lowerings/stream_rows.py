@@ -75,14 +75,16 @@ def pause(token):
 @gluon.jit
 def count_done(work, tile):
     """Count a piece of a tile's first product, or a chunk of its rows, that is stored."""
+    _tiles_ptr, progress_ptr, _num_tiles, _up_blocks, _down_blocks = work
     barrier()
-    gl.atomic_add(work[1] + TICKETS + tile, 1, sem="release", scope="gpu")
+    gl.atomic_add(progress_ptr + TICKETS + tile, 1, sem="release", scope="gpu")
 
 
 @gluon.jit
 def wait_until_done(work, tile, wanted):
     """Wait until so much of a tile is done."""
-    done_ptr = work[1] + TICKETS + tile
+    _tiles_ptr, progress_ptr, _num_tiles, _up_blocks, _down_blocks = work
+    done_ptr = progress_ptr + TICKETS + tile
     while gl.load(done_ptr, volatile=True) < wanted:
         pause(tile)
     # It reads no less; what is compared cannot be left out.
@@ -114,20 +116,23 @@ def ask_for_rows(
     FEWER: gl.constexpr = SIZES[2] // 2
     MORE: gl.constexpr = SIZES[2] // SIZES[3]
     STAGES: gl.constexpr = SIZES[1]
+    descriptors, _a_buffers, _w_buffers, _full, empty = ring
+    a1, _w1, a2, _w2 = descriptors
+    _tiles_ptr, _progress_ptr, _num_tiles, up_blocks, _down_blocks = work
     slot, phase = 0, 0
     piece, at = read_note(pieces, (0, 0), PIECES_AHEAD, 1)
     while piece[0] >= 0:
         kind, tile, _expert, first, end, _block = piece
         if kind == 0:
             chunks = 0 if IS_STATIC else gl.cdiv(end - first, CHUNK)
-            wait_until_done(work, tile, work[3] + chunks)
+            wait_until_done(work, tile, up_blocks + chunks)
             fence_for_descriptors(tile)
         for step in range(gl.where(kind == 1, steps[0], steps[1])):
-            mbarrier.wait(ring[7].index(slot), phase ^ 1)
+            mbarrier.wait(empty.index(slot), phase ^ 1)
             if kind == 1:
-                request_rows(ring[0], ring, slot, step, first, FEWER, SIZES)
+                request_rows(a1, ring, slot, step, first, FEWER, SIZES)
             else:
-                request_rows(ring[2], ring, slot, step, first, MORE, SIZES)
+                request_rows(a2, ring, slot, step, first, MORE, SIZES)
             slot, phase = next_of(slot, phase, STAGES)
         piece, at = read_note(pieces, at, PIECES_AHEAD, 1)
 
@@ -178,6 +183,7 @@ def quantize_tiles(
     """Quantise chunks of rows that nobody has, when their first product is done: four warps."""
     wait_for_earlier(PDL)
     if not IS_STATIC:
+        middle_ptr, codes_ptr, code_scale_ptr = rows
         tiles_ptr, progress_ptr, num_tiles, up_blocks, _down_blocks = work
         CHUNKS: gl.constexpr = ROWS // CHUNK
         ticket = gl.atomic_add(progress_ptr + 1, 1, sem="relaxed", scope="gpu")
@@ -189,7 +195,7 @@ def quantize_tiles(
             if first < end:
                 # The first chunks are counted above the pieces, for which all wait.
                 wait_until_done(work, tile, up_blocks)
-                quantize_rows(rows[1], rows[2], rows[0], first, end, width, IS_WHOLE)
+                quantize_rows(codes_ptr, code_scale_ptr, middle_ptr, first, end, width, IS_WHOLE)
                 fence_for_descriptors(tile)
                 count_done(work, tile)
             ticket = gl.atomic_add(progress_ptr + 1, 1, sem="relaxed", scope="gpu")

@@ -53,6 +53,7 @@ def next_of(slot, phase, COUNT: gl.constexpr):
 def start_ring(descriptors, SIZES: gl.constexpr):
     """Return descriptors, empty buffers of rows and weights, and their barriers: full and empty.
 
+    descriptors: of rows and weights of the first product, then of the second.
     SIZES: (rows of a tile, buffers, boxes of weights a step, panels of a piece of the second
     product). Its steps are deeper where it has one panel.
     """
@@ -60,7 +61,7 @@ def start_ring(descriptors, SIZES: gl.constexpr):
     STAGES: gl.constexpr = SIZES[1]
     BOXES: gl.constexpr = SIZES[2]
     ROW_BOXES: gl.constexpr = SIZES[2] // SIZES[3]
-    a1, w1, a2, w2 = descriptors
+    a1, w1, _a2, _w2 = descriptors
     a_buffers = gl.allocate_shared_memory(gl.int8, [STAGES * ROW_BOXES, ROWS, BOX_K], a1.layout)
     w_buffers = gl.allocate_shared_memory(gl.int8, [STAGES * BOXES, PANEL, BOX_K], w1.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -68,7 +69,7 @@ def start_ring(descriptors, SIZES: gl.constexpr):
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=2)
         mbarrier.init(empty.index(slot), count=1)
-    return a1, w1, a2, w2, a_buffers, w_buffers, full, empty
+    return descriptors, a_buffers, w_buffers, full, empty
 
 
 @gluon.jit
@@ -105,8 +106,9 @@ def write_note(notes, at, piece, COUNT: gl.constexpr, num_warps: gl.constexpr):
 @gluon.jit
 def note_number(notes, note, index: gl.constexpr, num_warps: gl.constexpr):
     """Return one of a note's numbers."""
+    numbers, _written, _read = notes
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
-    return gl.sum(notes[0].index(note * NOTE_SIZE + index).load(layout), axis=0)
+    return gl.sum(numbers.index(note * NOTE_SIZE + index).load(layout), axis=0)
 
 
 @gluon.jit
@@ -116,8 +118,9 @@ def read_note(notes, at, COUNT: gl.constexpr, num_warps: gl.constexpr):
     A piece is 1 for the first product, 0 for the second, -1 for none, then its tile, expert, first
     and end position, and column block.
     """
+    _numbers, written, read = notes
     note, phase = at
-    mbarrier.wait(notes[1].index(note), phase)
+    mbarrier.wait(written.index(note), phase)
     kind = note_number(notes, note, 0, num_warps)
     tile = note_number(notes, note, 1, num_warps)
     expert = note_number(notes, note, 2, num_warps)
@@ -125,7 +128,7 @@ def read_note(notes, at, COUNT: gl.constexpr, num_warps: gl.constexpr):
     end = note_number(notes, note, 4, num_warps)
     block = note_number(notes, note, 5, num_warps)
     barrier()
-    mbarrier.arrive(notes[2].index(note), count=1)
+    mbarrier.arrive(read.index(note), count=1)
     return (kind, tile, expert, first, end, block), next_of(note, phase, COUNT)
 
 
@@ -150,22 +153,25 @@ def request_weights(ring, slot, step, piece, widths, SIZES: gl.constexpr):
     """Ask for the weights of one depth step of a piece."""
     BOXES: gl.constexpr = SIZES[2]
     DOWN_PANELS: gl.constexpr = SIZES[3]
+    descriptors, _a_buffers, w_buffers, full, _empty = ring
+    _a1, w1, _a2, w2 = descriptors
     kind, _tile, expert, _first, _end, block = piece
-    ready = ring[6].index(slot)
+    up_width, down_width = widths
+    ready = full.index(slot)
     mbarrier.expect(ready, BOXES * PANEL * BOX_K)
     if kind == 1:
-        row = expert * 2 * widths[0] + block * PANEL
+        row = expert * 2 * up_width + block * PANEL
         for box in gl.static_range(BOXES):
-            corner = [row + box % 2 * widths[0], (step * (BOXES // 2) + box // 2) * BOX_K]
-            buffer = ring[5].index(slot * BOXES + box)
-            tma.async_copy_global_to_shared(ring[1], corner, ready, buffer)
+            corner = [row + box % 2 * up_width, (step * (BOXES // 2) + box // 2) * BOX_K]
+            buffer = w_buffers.index(slot * BOXES + box)
+            tma.async_copy_global_to_shared(w1, corner, ready, buffer)
     else:
-        row = expert * widths[1] + block * (DOWN_PANELS * PANEL)
+        row = expert * down_width + block * (DOWN_PANELS * PANEL)
         for box in gl.static_range(BOXES):
             depth = step * (BOXES // DOWN_PANELS) + box // DOWN_PANELS
             corner = [row + box % DOWN_PANELS * PANEL, depth * BOX_K]
-            buffer = ring[5].index(slot * BOXES + box)
-            tma.async_copy_global_to_shared(ring[3], corner, ready, buffer)
+            buffer = w_buffers.index(slot * BOXES + box)
+            tma.async_copy_global_to_shared(w2, corner, ready, buffer)
 
 
 @gluon.jit
@@ -176,6 +182,7 @@ def ask_for_weights(ring, pieces, work, steps, widths, SIZES: gl.constexpr, GROU
     one is waited for, no earlier: with pieces taken three ahead layers took 2 to 3 % longer.
     """
     STAGES: gl.constexpr = SIZES[1]
+    _descriptors, _a_buffers, _w_buffers, _full, empty = ring
     slot, phase, at = 0, 0, (0, 0)
     piece = take_piece(work, GROUP_M)
     while piece[0] >= 0:
@@ -185,7 +192,7 @@ def ask_for_weights(ring, pieces, work, steps, widths, SIZES: gl.constexpr, GROU
         for step in range(count):
             if step == count - 1:
                 piece = take_piece(work, GROUP_M)
-            mbarrier.wait(ring[7].index(slot), phase ^ 1)
+            mbarrier.wait(empty.index(slot), phase ^ 1)
             request_weights(ring, slot, step, due, widths, SIZES)
             slot, phase = next_of(slot, phase, STAGES)
     write_note(pieces, at, piece, PIECES_AHEAD, 1)
@@ -196,8 +203,9 @@ def request_rows(a, ring, slot, step, first, BOXES: gl.constexpr, SIZES: gl.cons
     """Ask for the rows of one depth step; past their ends descriptors read zeros."""
     ROWS: gl.constexpr = SIZES[0]
     ROW_BOXES: gl.constexpr = SIZES[2] // SIZES[3]
-    ready = ring[6].index(slot)
+    _descriptors, a_buffers, _w_buffers, full, _empty = ring
+    ready = full.index(slot)
     mbarrier.expect(ready, BOXES * ROWS * BOX_K)
     for box in gl.static_range(BOXES):
         corner = [first, (step * BOXES + box) * BOX_K]
-        tma.async_copy_global_to_shared(a, corner, ready, ring[4].index(slot * ROW_BOXES + box))
+        tma.async_copy_global_to_shared(a, corner, ready, a_buffers.index(slot * ROW_BOXES + box))

@@ -208,3 +208,37 @@ def test_transforms_and_fakes_get_their_turn(direct: list[int]) -> None:
 )
 def test_what_the_driver_is_asked_for() -> None:
     own_process.run("launched_at_once.py")
+
+
+CODES = {"swizzle": 3, "elem_size": 1, "elem_type": 0, "block_size": [64, 128], "fp4_padded": False}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"elem_size": 2}, {"fp4_padded": True}, {"block_size": None}, {"swizzle": None}]
+)
+def test_descriptors_of_something_else_than_bytes_are_unknown(changes: dict[str, Any]) -> None:
+    found = compat_triton._map_of(CODES)
+    assert found is not None and (found.swizzle, found.box) == (3, (64, 128))
+    assert compat_triton._map_of(CODES | changes) is None
+    assert compat_triton._map_of(None) is None
+
+
+def test_more_descriptors_or_dimensions_than_a_plan_holds_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from int8moe_compile.lowerings import direct, launches
+
+    def plan(maps: int, rank: int = 2, padding: str = "zero") -> bytes | None:
+        sizes = [32] * rank
+        descriptor = SimpleNamespace(padding=padding, shape=sizes, strides=[1] * rank)
+        described = launches.Described(launches.Place("argument", 0), descriptor)
+        known = (compat_triton.Map(3, tuple(sizes)),) * maps
+        binary = compat_triton.Binary(7, 128, 0, False, ("tensordesc<i8[32,32]>",) * maps, known)
+        monkeypatch.setattr(compat_triton, "binary_of", lambda compiled: binary)
+        launch = launches.Launch(None, None, 1, (described,) * maps)
+        return direct.plan_of([launch], 1, 0, lambda place: 0)
+
+    assert plan(1) is not None and plan(direct.MOST_MAPS, 5) is not None
+    assert plan(direct.MOST_MAPS + 1) is None
+    assert plan(1, direct.MOST_RANK + 1) is None
+    assert plan(1, padding="nan") is None
