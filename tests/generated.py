@@ -134,9 +134,14 @@ def test_no_input_counts_as_written(T: int | str, monkeypatch: pytest.MonkeyPatc
     def mapped(expert_map: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         return block(expert_map=expert_map)(*rest)
 
+    deep = shapes(T)
+    deep[3:7] = [((8, 1024, 512), INT8), ((8, 1024), FP32), ((8, 512, 512), INT8), ((8, 512), FP32)]
+    source = generated_source(block(), deep, tokens=300)
+    # Whose operator writes five buffers, all of them the graph's own.
+    assert ("int8moe._stream.default(" in source) == (T != 1)
     generated_source(block(), shapes(T), tokens=300)
     generated_source(mapped, [((16,), INT64), *shapes(T)], tokens=300)
-    assert written == [set(), set()]
+    assert written == [set(), set(), set()]
 
 
 def test_one_slot_leaves_no_row_unwritten() -> None:
