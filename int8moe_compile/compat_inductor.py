@@ -44,8 +44,9 @@ def gluon_compiles() -> bool:
     """Say whether the installed Triton compiles wgmma_kernels.py and stream_kernels.py, in Gluon.
 
     That language is experimental and changes with every release: 3.6 ran on an H200, by 3.7 the
-    kernels were compiled. Triton's interpreter does not run it. A Triton distributed under another
-    name (nightlies of PyTorch) is not known. Removable when Gluon is stable.
+    kernels were compiled, and those of stream_kernels.py ran. Triton's interpreter does not run it.
+    A Triton distributed under another name (nightlies of PyTorch) is not known. Removable when
+    Gluon is stable.
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         return False
