@@ -2,7 +2,8 @@
 
 Eager calls in CUDA graphs, cold L2, routing drawn anew before each replay, contestants interleaved:
 "in turn" is every kernel after the ones ahead, "early N" with N lines of each row of weights that
-products fetch while they wait (AHEAD_LINES of variants.py).
+products fetch while they wait (AHEAD_LINES of variants.py). Both products in one launch fetch none:
+where the tables choose that, all "early" are one contestant.
 """
 
 from __future__ import annotations
