@@ -122,17 +122,16 @@ def launch(*args: Any) -> None:
     """Launch a layer, or have it compiled where no program is due; arguments as in Layer."""
     layer = Layer(*args)
     if layer.programs == 0:
-        # All that is known of a graph's call: addresses and sizes of weights, types, numbers.
-        weights = (layer.w13_scale, layer.w13_bias, layer.w2, layer.w2_scale)
-        known = [None if x is None else (x.data_ptr(), x.shape) for x in weights]
-        numbers = (layer.given_scale is None, *args[17:-2], *layer.tile)
-        kind = (*known, layer.out.dtype, layer.topk_weights.dtype, *numbers)
-        if wgmma.is_idle(0, layer.w13, "stream", *kind):
+        sizes = (layer.w2.data_ptr(), layer.w2.shape, layer.w13_scale.shape, layer.w2_scale.shape)
+        types = (layer.out.dtype, layer.topk_weights.dtype)
+        given = (layer.w13_bias is None, layer.given_scale is None)
+        # The numbers from is_per_row on, and the tile.
+        if wgmma.is_idle(0, layer.w13, "stream", *sizes, *types, *given, *args[17:-2], *layer.tile):
             return
     stride_rt, stride_rk = layer.topk_weights.stride()
     is_static = layer.given_scale is not None
     with device_of(layer.out):
-        wgmma.launch(
+        wgmma.launch_or_prepare(
             stream_kernels.stream_kernel,
             layer.programs,
             out_ptr=layer.out,

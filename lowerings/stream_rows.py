@@ -34,16 +34,22 @@ COLUMNS = gl.constexpr(1024)
 
 
 @triton.jit
-def fence_for_descriptors(token):
-    """Order what this thread wrote or saw written before what descriptors read afterwards."""
+def instruct(INSTRUCTION: tl.constexpr, number):
+    """Let every thread run an instruction without operands; number: any of 32 bits."""
     tl.inline_asm_elementwise(
-        asm="fence.proxy.async.global; mov.b32 $0, $1;",
+        asm=INSTRUCTION + " mov.b32 $0, $1;",
         constraints="=r,r",
-        args=[token],
+        args=[number],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def fence_for_descriptors(number):
+    """Order what this thread wrote or saw written before what descriptors read afterwards."""
+    instruct("fence.proxy.async.global;", number)
 
 
 @triton.jit
@@ -60,16 +66,9 @@ def acquire(pointer):
 
 
 @triton.jit
-def pause(token):
+def pause(number):
     """Sleep for some 100 ns."""
-    tl.inline_asm_elementwise(
-        asm="nanosleep.u32 100; mov.b32 $0, $1;",
-        constraints="=r,r",
-        args=[token],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    instruct("nanosleep.u32 100;", number)
 
 
 @gluon.jit
@@ -138,6 +137,14 @@ def ask_for_rows(
 
 
 @gluon.jit
+def read_block(x_ptr, row_at, is_row, column, width):
+    """Return values of some rows and columns in fp32, where they are, and which there are."""
+    is_inside = is_row[:, None] & (column < width)[None, :]
+    at = row_at + column[None, :]
+    return gl.load(x_ptr + at, mask=is_inside, other=0.0).to(gl.float32), at, is_inside
+
+
+@gluon.jit
 def quantize_rows(codes_ptr, scale_ptr, x_ptr, first, end, width, IS_WHOLE: gl.constexpr):
     """Quantise some rows of the intermediate by their own maxima; IS_WHOLE: in one read."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [QUANTIZING_WARPS, 1], [1, 0])
@@ -147,9 +154,7 @@ def quantize_rows(codes_ptr, scale_ptr, x_ptr, first, end, width, IS_WHOLE: gl.c
         is_row = row < end
         row_at = row.to(gl.int64)[:, None] * width
         if IS_WHOLE:
-            is_inside = is_row[:, None] & (offset < width)[None, :]
-            at = row_at + offset[None, :]
-            x = gl.load(x_ptr + at, mask=is_inside, other=0.0).to(gl.float32)
+            x, at, is_inside = read_block(x_ptr, row_at, is_row, offset, width)
             scale = scale_of(gl.max(magnitude_bits(x), axis=1))
             gl.store(scale_ptr + row, scale, mask=is_row)
             codes = encode_by_maximum(x, scale[:, None], is_narrow(x_ptr))
@@ -157,15 +162,12 @@ def quantize_rows(codes_ptr, scale_ptr, x_ptr, first, end, width, IS_WHOLE: gl.c
         else:
             bits = gl.zeros((HEIGHT,), gl.int32, gl.SliceLayout(1, layout))
             for column in range(0, width, COLUMNS):
-                is_inside = is_row[:, None] & (column + offset < width)[None, :]
-                x = gl.load(x_ptr + row_at + (column + offset)[None, :], mask=is_inside, other=0.0)
-                bits = gl.maximum(bits, gl.max(magnitude_bits(x.to(gl.float32)), axis=1))
+                x, _at, _is_inside = read_block(x_ptr, row_at, is_row, column + offset, width)
+                bits = gl.maximum(bits, gl.max(magnitude_bits(x), axis=1))
             scale = scale_of(bits)
             gl.store(scale_ptr + row, scale, mask=is_row)
             for column in range(0, width, COLUMNS):
-                is_inside = is_row[:, None] & (column + offset < width)[None, :]
-                at = row_at + (column + offset)[None, :]
-                x = gl.load(x_ptr + at, mask=is_inside, other=0.0).to(gl.float32)
+                x, at, is_inside = read_block(x_ptr, row_at, is_row, column + offset, width)
                 codes = encode_by_maximum(x, scale[:, None], is_narrow(x_ptr))
                 gl.store(codes_ptr + at, codes, mask=is_inside)
 
@@ -193,7 +195,7 @@ def quantize_tiles(
             first = gl.load(tile_ptr + 1) + ticket % CHUNKS * CHUNK
             end = gl.minimum(gl.load(tile_ptr + 2), first + CHUNK)
             if first < end:
-                # The first chunks are counted above the pieces, for which all wait.
+                # One count for both: no chunk adds to it before all pieces have.
                 wait_until_done(work, tile, up_blocks)
                 quantize_rows(codes_ptr, code_scale_ptr, middle_ptr, first, end, width, IS_WHOLE)
                 fence_for_descriptors(tile)

@@ -171,21 +171,28 @@ def _runs_ahead(tile: Tile, depth: int) -> bool:
 
 
 def measured(
-    up: Product, down: Product, device: DeviceFacts, *, has_gluon: bool = True
+    up: Product,
+    down: Product,
+    device: DeviceFacts,
+    *,
+    has_gluon: bool = True,
+    is_early: bool = True,
 ) -> Variant | None:
-    """Return what is faster than "apart" by the tables; None where nothing is."""
+    """Return what is faster than "apart" by the tables; None where nothing is.
+
+    is_early: kernels may start before those ahead end, as far as the graph is concerned. Both
+    products in one launch are measured so alone.
+    """
     if not _is_measured(device) or min(up.depth, down.depth) < DESCRIPTOR_K:
         return None
-    return _measured_decode(up, down) or _measured_fused(up, down, device, has_gluon)
+    few = _measured_decode(up, down)
+    return few or _measured_fused(up, down, device, has_gluon, is_early=is_early)
 
 
 def _measured_fused(
     up: Product, down: Product, device: DeviceFacts, has_gluon: bool, *, is_early: bool = True
 ) -> Variant | None:
-    """Return what is faster than "apart" by the tables of "fused"; None where nothing is.
-
-    is_early: as far as the graph is concerned. Both products in one launch are measured so alone.
-    """
+    """Return what is faster than "apart" by the tables of "fused"; None where nothing is."""
     rows = tiles.rows_per_expert(up.contributions, up.experts)
     if up.a_bytes != 1 or min(up.depth, down.depth) < DESCRIPTOR_K:
         return None
@@ -303,9 +310,7 @@ def asked_for(
     forced = forced_variant(up.contributions)
     if forced is not None or not is_sized:
         return forced
-    found = measured(up, down, device)
-    if not is_early and found is not None and found.up.loads == "stream":
-        found = measured(up, down, device, has_gluon=False)
+    found = measured(up, down, device, is_early=is_early)
     is_same = found is not None and (found.name, found.up.loads) == ("fused", "pointers")
     return None if is_same and not is_early else found
 

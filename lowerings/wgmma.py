@@ -143,7 +143,7 @@ def is_idle(programs: int, w: Tensor, *kind: Any) -> bool:
     return was_prepared
 
 
-def launch(kernel: Any, programs: int, **arguments: Any) -> None:
+def launch_or_prepare(kernel: Any, programs: int, **arguments: Any) -> None:
     """Launch a kernel; where no program is due, have it compiled and loaded."""
     if programs > 0:
         launches.launch(kernel, programs, **arguments)
@@ -182,7 +182,7 @@ def launch_up(
         return
     blocks = _blocks(tile)
     with device_of(out):
-        launch(
+        launch_or_prepare(
             wgmma_kernels.wgmma_up_kernel,
             programs,
             out_ptr=out,
@@ -232,7 +232,7 @@ def launch_down(
     blocks = _blocks(tile)
     stride_rt, stride_rk = topk_weights.stride()
     with device_of(out):
-        launch(
+        launch_or_prepare(
             wgmma_kernels.wgmma_down_kernel,
             programs,
             out_ptr=out,

@@ -169,21 +169,20 @@ def test_rows_are_put_into_order_before_the_next_kernel_starts() -> None:
     assert text.index("griddepcontrol.wait") < text.index("griddepcontrol.launch_dependents")
 
 
-def test_wrong_shapes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wgmma, "launch", lambda *args, **given: None)
-    codes = torch.empty(8, 512, 512, dtype=torch.int8)
-    layer = stream.Layer(
+def layer_of() -> stream.Layer:
+    """Return a call of 64 tokens with 2 of 8 experts each, hidden and intermediate 512."""
+    return stream.Layer(
         out=torch.empty(128, 512),
-        middle=torch.empty(128, 256),
+        middle=torch.empty(128, 512),
         codes=torch.empty(128, 512, dtype=torch.int8),
         code_scale=torch.empty(128),
         progress=torch.empty(40, dtype=torch.int32),
-        rows=torch.empty(127, 512, dtype=torch.int8),
+        rows=torch.empty(128, 512, dtype=torch.int8),
         scale=torch.empty(128),
         w13=torch.empty(8, 1024, 512, dtype=torch.int8),
         w13_scale=torch.empty(8, 1024),
         w13_bias=None,
-        w2=codes,
+        w2=torch.empty(8, 512, 512, dtype=torch.int8),
         w2_scale=torch.empty(8, 512),
         w2_bias=None,
         tile_list=torch.empty(39, 3, dtype=torch.int32),
@@ -201,8 +200,85 @@ def test_wrong_shapes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         programs=4,
         tile=[16, 3, 4, 2, 1, 4],
     )
-    with pytest.raises(ValueError, match="wanted the shapes"):
-        stream.launch(*layer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": torch.empty(127, 512, dtype=torch.int8)}, "wanted the shapes"),
+        ({"codes": torch.empty(128, 500, dtype=torch.int8)}, "wanted the shapes"),
+        ({"out": torch.empty(128, 256)}, "wanted the shapes"),
+        ({"progress": torch.empty(39, dtype=torch.int32)}, "progress: wanted more numbers"),
+    ],
+)
+def test_wrong_shapes_are_refused(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wgmma, "launch_or_prepare", lambda *args, **given: None)
+    stream.launch(*layer_of())
+    with pytest.raises(ValueError, match=message):
+        stream.launch(*layer_of()._replace(**changes))
+
+
+def test_arguments_are_those_of_the_schema() -> None:
     schema = torch.ops.int8moe._stream.default._schema
     names = [argument.name for argument in schema.arguments]
     assert [name.replace("tiles", "tile_list") for name in names] == list(stream.Layer._fields)
+
+
+def test_what_is_not_due_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever scales lie, which a graph may copy anew; again for other weights and numbers."""
+    log: list[int] = []
+    monkeypatch.setattr(wgmma, "launch_or_prepare", lambda kernel, due, **given: log.append(due))
+    monkeypatch.setattr(wgmma, "_prepared", set())
+    layer = layer_of()._replace(programs=0)
+    for _ in range(3):
+        stream.launch(*layer._replace(w13_scale=layer.w13_scale.clone()))
+    assert log == [0]
+    for changes in (
+        {"w13": layer.w13.clone()},
+        {"w2": layer.w2.clone()},
+        {"activation": "gelu"},
+        {"limit": 7.0},
+        {"is_early": False},
+        {"is_old": False},
+        {"given_scale": torch.empty(1)},
+        {"w13_bias": torch.empty(8, 1024)},
+        {"topk_weights": torch.empty(64, 2, dtype=torch.bfloat16)},
+        {"tile": [32, 4, 2, 1, 1, 4]},
+    ):
+        log.clear()
+        for _ in range(2):
+            stream.launch(*layer._replace(**changes))
+        assert log == [0], changes
+    for _ in range(2):
+        stream.launch(*layer._replace(programs=3))
+    assert log == [0, 3, 3]
+
+
+@pytest.mark.parametrize(("H", "I"), [(512, 512), (528, 400), (640, 896)])
+@pytest.mark.parametrize("pair", variant_tables.STREAM_PAIRS)
+def test_steps_and_tiles_cover_a_layer(H: int, I: int, pair: tuple[Tile, Tile]) -> None:  # noqa: E741
+    """No step too few or too many, and tiles of as many rows as the routing lists."""
+    empty, codes = torch.empty, {"dtype": torch.int8}
+    case = call(64)._replace(
+        hidden_states=empty(64, H, dtype=torch.bfloat16),
+        w13=empty(8, 2 * I, H, **codes),
+        w13_scale=empty(8, 2 * I),
+        w13_bias=None,
+        w2=empty(8, H, I, **codes),
+        w2_scale=empty(8, H),
+        w2_bias=None,
+    )
+    with variants.forced(Variant("fused", *pair)):
+        place, _, launch, _ = (each.arguments for each in offline.record(case, "sm_90"))
+    up, down = pair
+    assert 0 <= launch["up_steps"] * up.block_k - H < up.block_k
+    assert 0 <= launch["down_steps"] * down.block_k - I < down.block_k
+    assert (launch["hidden"], launch["intermediate"]) == (H, I)
+    assert launch["ROWS"] == place["BLOCK_M"] == up.block_m
+    assert launch["a1"].block_shape == launch["a2"].block_shape == [up.block_m, stream.BOX_K]
+    # The kernel's own account of a step: boxes of weights, of gate and up, or side by side.
+    assert launch["BOXES"] * stream.BOX_K * stream.PANEL == 2 * up.block_n * up.block_k
+    assert launch["BOXES"] * stream.BOX_K * stream.PANEL == down.block_n * down.block_k
+    assert launch["DOWN_PANELS"] * stream.PANEL == down.block_n
