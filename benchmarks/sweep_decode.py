@@ -1,4 +1,4 @@
-"""Time the kernels of "decode" over widths and warps, beside those that take every call.
+"""Time the kernels of "decode" over tiles, beside those that take every call.
 
 Kernels are compiled by worker processes first. Prints, for each kernel, its fastest tiles.
 """
@@ -6,6 +6,7 @@ Kernels are compiled by worker processes first. Prints, for each kernel, its fas
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import statistics
 import sys
@@ -27,8 +28,11 @@ from int8moe_compile.ops.arguments import ExpertsArguments
 
 # Columns and warps of a program.
 TILES = ((1, 1), (1, 2), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4), (8, 4), (8, 8))
-# Words of four codes that a thread may hold.
+# Beside floats codes of a row at a time, too.
+FLOAT_TILES = tuple(itertools.product((1, 2, 4), (256, 512, 1024), (1, 2, 4)))
+# Words of four codes that a thread may hold, and has at least beside floats.
 MOST_WORDS = 128
+FLOAT_WORDS = range(4, 65)
 REPEATS = 8
 
 
@@ -38,6 +42,18 @@ def sweep(shape: Shape, call: ExpertsArguments) -> Iterator[Variant]:
     assert own is not None, "too many contributions for decode"
     yield own
     slots = tiles.whole_slots(shape.top_k)
+    if call.activation_quant == "none":
+        for columns, depth, warps in FLOAT_TILES:
+            tile = tiles.Tile(1, columns, depth, warps, 1)
+            words = columns * depth // 4 // (32 * warps)
+            has_words = 2 * words in FLOAT_WORDS, slots * words in FLOAT_WORDS
+            if any(has_words):
+                up, down = (
+                    tile if has else each
+                    for has, each in zip(has_words, (own.up, own.down), strict=True)
+                )
+                yield Variant("decode", up, down)
+        return
     for columns, warps in TILES:
         up_words = 2 * columns * own.up.block_k // 4 // (32 * warps)
         down_words = slots * columns * own.down.block_k // 4 // (32 * warps)
@@ -51,11 +67,13 @@ def sweep(shape: Shape, call: ExpertsArguments) -> Iterator[Variant]:
             )
 
 
-def compile_some(job: tuple[str, int, int]) -> None:
+def compile_some(job: tuple[str, str, int, int]) -> None:
     """Compile some of a shape's kernels into Triton's cache, by running them on few experts."""
-    name, first, step = job
-    shape = replace(shape_named(name), experts=8)
-    call = arguments(shape, 1, "token")
+    name, quant, first, step = job
+    shape = shape_named(name)
+    # As many as kernels are compiled alike for: a multiple of 16, or not.
+    shape = replace(shape, experts=8 if shape.experts % 16 else 16)
+    call = arguments(shape, 1, quant)
     for variant in list(sweep(shape, call))[first::step]:
         with variants.forced(variant):
             eager.experts(call)
@@ -86,17 +104,17 @@ def kernel_times(call: ExpertsArguments, variant: Variant, flush: torch.Tensor) 
     return found
 
 
-def measure(name: str, tokens: int, flush: torch.Tensor) -> None:
+def measure(name: str, tokens: int, quant: str, flush: torch.Tensor) -> None:
     """Print the times of one shape at one number of tokens."""
     shape = shape_named(name)
-    call = arguments(shape, tokens, "token")
+    call = arguments(shape, tokens, quant)
     apart = kernel_times(call, eager.apart_variant(call), flush)
     print(name, tokens, "apart", ", ".join(f"{k} {us:.1f}" for k, us in apart.items()), flush=True)
     rows: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for variant in sweep(shape, call):
         for kernel, us in kernel_times(call, variant, flush).items():
             tile = variant.up if kernel == "decode_up" else variant.down
-            rows[kernel].append((us, f"{tile.block_n}w{tile.num_warps}"))
+            rows[kernel].append((us, f"{tile.block_n}k{tile.block_k}w{tile.num_warps}"))
     for kernel, found in rows.items():
         best = sorted(set(found))[:6] if kernel.startswith("decode") else [min(found)]
         print("   ", kernel, " ".join(f"{us:.1f}:{label}" for us, label in best), flush=True)
@@ -108,15 +126,18 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
     parser.add_argument("--tokens", default="1,2,4")
     parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument(
+        "--quant", choices=("token", "none"), default="token", help="none: weight-only"
+    )
     options = parser.parse_args()
     names = options.shapes.split(",")
-    jobs = [(name, first, 3) for name in names for first in range(3)]
+    jobs = [(name, options.quant, first, 3) for name in names for first in range(3)]
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
         pool.map(compile_some, jobs, chunksize=1)
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     for name in names:
         for tokens in (int(count) for count in options.tokens.split(",")):
-            measure(name, tokens, flush)
+            measure(name, tokens, options.quant, flush)
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def fused_stages_of(
     scale = torch.rand(plan.contributions, device="cuda") * 1e-3
 
     def up(tile: tiles.Tile) -> Any:
-        rows = ordered if tile.loads == "both" else by_token
+        rows = ordered if tile.is_ordered else by_token
         return variant_layers.first_product(host, plan, rows, tile)
 
     def down(tile: tiles.Tile) -> Any:

@@ -1,8 +1,7 @@
 """A layer for few contributions: no routing, no tile of tokens, the sum over slots in a product.
 
 T tokens, H hidden, I intermediate, E local experts, K experts per token. A program takes whole
-rows of an expert's weights and one contribution, or all slots of one token. Codes come as words
-of four, of which dp4a multiplies and adds a pair in one instruction; sums of codes are exact, and
+rows of an expert's weights and one contribution, or all slots of one token (decode_products.py);
 the epilogues are those of tile_epilogues.py.
 """
 
@@ -11,75 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .dependent_launch import let_next_start, wait_for_earlier
+from .decode_products import row_sums
+from .dependent_launch import wait_for_earlier
 from .fused_tiles import rounded
 from .routing_kernels import local_expert
 from .tile_epilogues import gated_value, row_scales, weighted_value
-from .tile_math import code_unit, codes_to_float, encode
+from .tile_math import encode
 from .tile_products import split_panels, weight_rows
-
-
-@triton.jit
-def word_pointer(ptr: tl.tensor) -> tl.tensor:
-    """Return pointers to codes as pointers to words of four."""
-    return ptr.to(tl.pointer_type(tl.int32))
-
-
-@triton.jit
-def word_products(a: tl.tensor, w: tl.tensor, DOT4: tl.constexpr) -> tl.tensor:
-    """Return the int32 sums of products of the four codes in each pair of words."""
-    if DOT4:
-        return tl.inline_asm_elementwise(
-            asm="dp4a.s32.s32 $0, $1, $2, 0;",
-            constraints="=r,r,r",
-            args=[a, w],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        total = ((a << 24) >> 24) * ((w << 24) >> 24)
-        total += ((a << 16) >> 24) * ((w << 16) >> 24)
-        total += ((a << 8) >> 24) * ((w << 8) >> 24)
-        return total + (a >> 24) * (w >> 24)
-
-
-@triton.jit
-def row_sums(
-    a_rows,  # [R, 1, 1] pointers to codes, or to floats
-    w_rows,  # [R, N, 1] pointers to codes
-    is_live,  # [R, 1, 1], or a scalar
-    depth,
-    INTEGER: tl.constexpr,
-    DOT4: tl.constexpr,
-    PACKED: tl.constexpr,  # not INTEGER: see codes_to_float
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-) -> tl.tensor:
-    """Return the sums [R, N] of products along whole rows: exact in int32, or in fp32.
-
-    The weights are on their way when the wait for the kernels ahead, which write a, begins.
-    """
-    if INTEGER:
-        word = tl.arange(0, BLOCK_K // 4)[None, None, :]
-        mask = is_live & (word < depth // 4)
-        w = tl.load(word_pointer(w_rows) + word, mask, other=0, eviction_policy="evict_first")
-        wait_for_earlier(PDL)
-        let_next_start(PDL)
-        a = tl.load(word_pointer(a_rows) + word, mask, other=0)
-        return tl.sum(word_products(a, w, DOT4), axis=2)
-    else:
-        k = tl.arange(0, BLOCK_K)[None, None, :]
-        mask = is_live & (k < depth)
-        # By eight, as many as of a in 16 bytes: with 16 the floats of w would change threads.
-        w_ptrs = tl.multiple_of(w_rows + k, (1, 1, 8))
-        w = tl.load(w_ptrs, mask, other=0, eviction_policy="evict_first")
-        wait_for_earlier(PDL)
-        let_next_start(PDL)
-        a = tl.load(a_rows + k, mask, other=0.0)
-        floats = codes_to_float(w, a.dtype, PACKED).to(tl.float32)
-        sums = tl.sum(a.to(tl.float32) * floats, axis=2)
-        return sums * code_unit(a.dtype, PACKED)
 
 
 @triton.jit
@@ -119,8 +56,10 @@ def decode_up_kernel(
     INTEGER: tl.constexpr,
     DOT4: tl.constexpr,
     PACKED: tl.constexpr,
+    TENSOR_CORES: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # a whole row
+    BLOCK_K: tl.constexpr,  # a whole row, but with TENSOR_CORES
+    EVEN_K: tl.constexpr,  # BLOCK_K divides the depth
     IS_OLD: tl.constexpr,  # PDL: ids and weights were there before the kernel ahead started
     PDL: tl.constexpr = False,
 ):
@@ -160,7 +99,9 @@ def decode_up_kernel(
             INTEGER,
             DOT4,
             PACKED,
+            TENSOR_CORES,
             BLOCK_K,
+            EVEN_K,
             PDL,
         )
         gate, up = split_panels(sums, GATED, 1, BLOCK_N)
@@ -238,10 +179,12 @@ def decode_down_kernel(
     INTEGER: tl.constexpr,
     DOT4: tl.constexpr,
     PACKED: tl.constexpr,
+    TENSOR_CORES: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,  # K, or the next power of two
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # a whole row
+    BLOCK_K: tl.constexpr,  # a whole row, but with TENSOR_CORES
+    EVEN_K: tl.constexpr,  # BLOCK_K divides the depth
     IS_OLD: tl.constexpr,  # PDL: ids and weights were there before the kernel ahead started
     PDL: tl.constexpr = False,
 ):
@@ -280,7 +223,9 @@ def decode_down_kernel(
         INTEGER,
         DOT4,
         PACKED,
+        TENSOR_CORES,
         BLOCK_K,
+        EVEN_K,
         PDL,
     )
     a_scale = row_scales(a_scale_ptr, tl.where(found >= 0, contribution, 0), INTEGER, HAS_ROW_SCALE)

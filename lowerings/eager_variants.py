@@ -99,9 +99,11 @@ class EagerHost:
     def code_arithmetic(self, x: Tensor) -> dict[str, bool]:
         """Say what the device has for codes beside x."""
         facts = eager.facts_of(self.device)
+        is_packed = tiles.packs_codes(facts, x.element_size())
         return {
             "DOT4": has_assembly(self.device) and not tiles.is_rocm(facts),
-            "PACKED": tiles.packs_codes(facts, x.element_size()),
+            "PACKED": is_packed,
+            "TENSOR_CORES": is_packed and x.data_ptr() % variants.DESCRIPTOR_BYTES == 0,
         }
 
     def column_name(self, scale: Tensor, weight: Tensor) -> str:

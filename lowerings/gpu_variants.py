@@ -153,9 +153,11 @@ class GraphHost:
 
     def code_arithmetic(self, x: Any) -> dict[str, bool]:
         """Say what the device has for codes beside x."""
+        is_packed = tiles.packs_codes(self.facts, x.get_dtype().itemsize)
         return {
             "DOT4": not tiles.is_rocm(self.facts),
-            "PACKED": tiles.packs_codes(self.facts, x.get_dtype().itemsize),
+            "PACKED": is_packed,
+            "TENSOR_CORES": is_packed and is_aligned(x),
         }
 
     def column_name(self, scale: Any, weight: Any) -> str:
@@ -202,6 +204,16 @@ def lies_in_order(x: Any) -> bool:
     return layout is not None and layout.is_contiguous()
 
 
+def is_aligned(x: Any) -> bool:
+    """Say whether a tensor begins where rows of descriptors and words may; a loop's result does."""
+    layout = x.maybe_get_layout()
+    if layout is None:
+        return True
+    offset = layout.offset * x.get_dtype().itemsize
+    is_multiple = V.graph.sizevars.statically_known_multiple_of(offset, variants.DESCRIPTOR_BYTES)
+    return is_multiple and x.get_name() not in V.graph.unaligned_buffers
+
+
 def starts_early(contributions: int, device: DeviceFacts) -> bool:
     """Say whether kernels of this graph start before those ahead have ended.
 
@@ -228,10 +240,7 @@ def features_of(call: Any) -> variants.Features:
         sizevars, weight = V.graph.sizevars, ir.ExternKernel.realize_input(x)
         rows, depth = (int(sizevars.guard_int(s)) for s in x.get_size()[1:])
         per_expert, per_row = (int(sizevars.guard_int(s)) for s in weight.get_stride()[:2])
-        offset = weight.get_layout().offset
-        is_aligned = sizevars.statically_known_multiple_of(offset, variants.DESCRIPTOR_BYTES)
-        is_aligned = is_aligned and weight.get_name() not in V.graph.unaligned_buffers
-        return is_aligned and per_expert == rows * depth and per_row == depth
+        return is_aligned(weight) and per_expert == rows * depth and per_row == depth
 
     # Wrappers in C++ have no tensor descriptors (torch 2.11).
     has_plain_weights = is_plain(call.w13) and is_plain(call.w2) and not V.graph.cpp_wrapper

@@ -60,7 +60,7 @@ class Host(Protocol):
         """Return how many multiprocessors the device has."""
 
     def code_arithmetic(self, x: Any) -> dict[str, bool]:
-        """Say what the device has for codes beside x: DOT4 is dp4a, PACKED a conversion."""
+        """Say what there is for codes beside x, as decode_products.row_sums has it."""
 
     def is_old(self, *tensors: Any) -> bool:
         """Say whether tensors were there before the first launch of the call."""
@@ -288,6 +288,12 @@ def decode(host: Host, variant: variants.Variant, rows: Any | None) -> Any:
     return _decode_down(host, variant.down, routed, values, scale)
 
 
+def _decode_blocks(tile: Tile, depth: int, arithmetic: dict[str, bool]) -> dict[str, Any]:
+    """Return what a program takes at a time: whole rows but on the tensor cores."""
+    block_k = tile.block_k if arithmetic["TENSOR_CORES"] else tiles.whole_row(depth)
+    return {"BLOCK_N": tile.block_n, "BLOCK_K": block_k, "EVEN_K": depth % block_k == 0}
+
+
 def _decode_up(host: Host, tile: Tile, routed: dict[str, Any], rows: Any) -> Any:
     call = host.call
     values, scale, is_per_row = rows
@@ -297,6 +303,7 @@ def _decode_up(host: Host, tile: Tile, routed: dict[str, Any], rows: Any) -> Any
     is_static = call.activation_quant == "static"
     out = host.empty(contributions, width, dtype=torch.int8 if is_static else host.dtype)
     weight = _weight(host, "w13", tile)
+    arithmetic = host.code_arithmetic(values)
     arguments = {
         "out_ptr": out,
         "code_scale_ptr": call.a2_scale,
@@ -305,7 +312,7 @@ def _decode_up(host: Host, tile: Tile, routed: dict[str, Any], rows: Any) -> Any
         "w_ptr": weight.pop("w"),
         **weight,
         **routed,
-        **host.code_arithmetic(values),
+        **arithmetic,
         "top_k": host.size(call.topk_ids)[1],
         "depth": depth,
         "width": width,
@@ -316,8 +323,7 @@ def _decode_up(host: Host, tile: Tile, routed: dict[str, Any], rows: Any) -> Any
         "IS_STATIC": is_static,
         # Without codes this is the first launch, which itself may come early.
         "IS_OLD": routed["INTEGER"] and host.is_old(call.w13, call.topk_ids, routed["map_ptr"]),
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
+        **_decode_blocks(tile, depth, arithmetic),
     }
     programs = contributions * tiles.ceil_div(width, tile.block_n)
     host.launch(decode_kernels.decode_up_kernel, programs, arguments, tile)
@@ -333,6 +339,7 @@ def _decode_down(
     stride_rt, stride_rk = host.strides(call.topk_weights)
     out = host.empty(tokens, width, dtype=host.dtype)
     weight = _weight(host, "w2", tile)
+    arithmetic = host.code_arithmetic(values)
     arguments = {
         "out_ptr": out,
         "a_ptr": values,
@@ -341,7 +348,7 @@ def _decode_down(
         **weight,
         "weights_ptr": call.topk_weights,
         **routed,
-        **host.code_arithmetic(values),
+        **arithmetic,
         "depth": depth,
         "width": width,
         "stride_rt": stride_rt,
@@ -351,8 +358,7 @@ def _decode_down(
         "IS_OLD": host.is_old(call.w2),
         "TOP_K": top_k,
         "SLOTS": tiles.whole_slots(top_k),
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
+        **_decode_blocks(tile, depth, arithmetic),
     }
     programs = tokens * tiles.ceil_div(width, tile.block_n)
     host.launch(decode_kernels.decode_down_kernel, programs, arguments, tile)

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from .. import compat, compat_inductor
 from ..oracle import DeviceFacts
-from . import tiles
+from . import decode_tiles, tiles
 from .tiles import Product, Tile
 from .variant_tables import DESCRIPTOR_K, FEW_ROWS, fused_table, is_uneven, stream_table
 
@@ -29,9 +29,6 @@ SPREAD_COLUMNS: Final = 8192
 WHOLE_ROW: Final = 16384
 # More contributions than this leave "decode" behind: it reads an expert once for each.
 DECODE_CONTRIBUTIONS: Final = 64
-# Words that a warp of its second product holds; codes of a small expert (sweep_decode.py).
-DECODE_WORDS: Final = 4096
-SMALL_EXPERT: Final = 16 << 20
 # Contributions are counted in 32 bits.
 EVERY_SIZE: Final = (1 << 31) - 1
 # Contributions up to which kernels start before those ahead have ended; Qwen3, 4096 tokens, loses
@@ -246,22 +243,14 @@ def decode_variant(up: Product, down: Product) -> Variant | None:
     """Return the variant without routing for as few contributions as it may take."""
     if up.contributions > DECODE_CONTRIBUTIONS:
         return None
-    up_k, down_k = tiles.whole_row(up.depth), tiles.whole_row(down.depth)
-    first = Tile(1, 4 // up.panels, up_k, max(1, min(4, up_k // 1024)), 1)
-    # Words of codes for one column of all slots. 128 of them a thread were fastest, in one warp
-    # where that holds a column or two; floats take more registers.
-    words = tiles.whole_slots(down.top_k) * down_k // 4
-    warps = min(8, max(1, words // DECODE_WORDS) * (4 if down.a_bytes > 1 else 1))
-    second = Tile(1, max(1, min(4, DECODE_WORDS // words)), down_k, warps, 1)
-    return Variant("decode", first, second)
+    return Variant("decode", *decode_tiles.choose_pair(up, down))
 
 
 def _measured_decode(up: Product, down: Product) -> Variant | None:
     """Return "decode" where it was measured to be faster: it reads an expert for each row."""
     if up.a_bytes == 4 or up.contributions * up.depth == 0:
         return None
-    is_small = up.panels * up.depth * up.width + down.depth * down.width <= SMALL_EXPERT
-    is_spread = is_small and 2 * up.contributions <= up.experts
+    is_spread = decode_tiles.has_small_experts(up, down) and 2 * up.contributions <= up.experts
     tokens = up.contributions // up.top_k
     return decode_variant(up, down) if tokens == 1 or (tokens <= 4 and is_spread) else None
 
