@@ -82,6 +82,11 @@ def test_warps_wait_for_each_other(name: str) -> None:
     # Buffers are given back when all four warps have read them.
     for after in re.split(r"wgmma\.wait_group\S*\s+\d+;", text)[1:]:
         assert "bar.sync" in after[: after.index("mbarrier.arrive")]
+    # One thread arrives for all that stored or read notes, which have met at a barrier before.
+    steps = re.findall(r"(st|ld)\.shared|(bar\.(?:warp\.)?sync)|(mbarrier\.arrive)\.shared", text)
+    kinds = [next(word for word in step if word) for step in steps]
+    arrivals = [at for at, kind in enumerate(kinds) if kind == "mbarrier.arrive"]
+    assert len(arrivals) > 8 and all(kinds[at - 1].startswith("bar.") for at in arrivals)
     # One fence each: before codes are counted, and before their descriptor is read.
     assert text.count("fence.proxy.async.global") == 2
     # Counts release what was stored before them, and are acquired by all who waited for them.
