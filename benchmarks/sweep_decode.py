@@ -22,17 +22,14 @@ from shapes import SHAPES, Shape, shape_named
 from sweep_tiles import arguments
 from torch.profiler import ProfilerActivity, profile
 
-from int8moe_compile.lowerings import eager, tiles, variants
+from int8moe_compile.lowerings import decode_tiles, eager, tiles, variants
 from int8moe_compile.lowerings.variants import Variant
 from int8moe_compile.ops.arguments import ExpertsArguments
 
 # Columns and warps of a program.
 TILES = ((1, 1), (1, 2), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4), (8, 4), (8, 8))
-# Beside floats codes of a row at a time, too.
-FLOAT_TILES = tuple(itertools.product((1, 2, 4), (256, 512, 1024), (1, 2, 4)))
-# Words of four codes that a thread may hold, and has at least beside floats.
+# Words of four codes that a thread may hold.
 MOST_WORDS = 128
-FLOAT_WORDS = range(4, 65)
 REPEATS = 8
 
 
@@ -43,16 +40,8 @@ def sweep(shape: Shape, call: ExpertsArguments) -> Iterator[Variant]:
     yield own
     slots = tiles.whole_slots(shape.top_k)
     if call.activation_quant == "none":
-        for columns, depth, warps in FLOAT_TILES:
-            tile = tiles.Tile(1, columns, depth, warps, 1)
-            words = columns * depth // 4 // (32 * warps)
-            has_words = 2 * words in FLOAT_WORDS, slots * words in FLOAT_WORDS
-            if any(has_words):
-                up, down = (
-                    tile if has else each
-                    for has, each in zip(has_words, (own.up, own.down), strict=True)
-                )
-                yield Variant("decode", up, down)
+        for pair in itertools.product(decode_tiles.FLOAT_FIRST, decode_tiles.float_second(slots)):
+            yield Variant("decode", *pair)
         return
     for columns, warps in TILES:
         up_words = 2 * columns * own.up.block_k // 4 // (32 * warps)

@@ -58,7 +58,7 @@ def decode_up_kernel(
     PACKED: tl.constexpr,
     TENSOR_CORES: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # a whole row, but with TENSOR_CORES
+    BLOCK_K: tl.constexpr,  # a whole row, or with TENSOR_CORES part of one
     EVEN_K: tl.constexpr,  # BLOCK_K divides the depth
     IS_OLD: tl.constexpr,  # PDL: ids and weights were there before the kernel ahead started
     PDL: tl.constexpr = False,
@@ -183,7 +183,7 @@ def decode_down_kernel(
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,  # K, or the next power of two
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # a whole row, but with TENSOR_CORES
+    BLOCK_K: tl.constexpr,  # a whole row, or with TENSOR_CORES part of one
     EVEN_K: tl.constexpr,  # BLOCK_K divides the depth
     IS_OLD: tl.constexpr,  # PDL: ids and weights were there before the kernel ahead started
     PDL: tl.constexpr = False,

@@ -44,7 +44,7 @@ def add_words(w: tl.tensor, a: tl.tensor, sums: tl.tensor, dtype: tl.constexpr) 
 
     w: words of four codes, a: of four floats, all in the same threads, by two, and such that each
     four lanes from a multiple of four on hold words of one row: its products are added there
-    (tests/test_lowerings_decode.py reads the layouts).
+    (tests read the layouts of the tiles in decode_tiles.py).
 
     One instruction of the tensor cores multiplies matrices [16, 16] and [16, 8]; four lanes hold
     one of its upper rows, one of its lower ones, and a column. Here each lane gives eight codes of
@@ -167,13 +167,14 @@ def row_sums(
     DOT4: tl.constexpr,
     PACKED: tl.constexpr,  # not INTEGER: see codes_to_float
     TENSOR_CORES: tl.constexpr,  # PACKED: see add_words
-    BLOCK_K: tl.constexpr,  # a whole row, but with TENSOR_CORES
+    BLOCK_K: tl.constexpr,  # a whole row, or with TENSOR_CORES part of one
     EVEN_K: tl.constexpr,  # BLOCK_K divides the depth
     PDL: tl.constexpr,
 ) -> tl.tensor:
     """Return the sums [R, N] of products along whole rows: exact in int32, or in fp32.
 
-    The weights are on their way when the wait for the kernels ahead, which write a, begins.
+    The weights, or the first that TENSOR_CORES take at a time, are on their way when the wait for
+    the kernels ahead, which write a, begins.
     """
     if INTEGER:
         word = tl.arange(0, BLOCK_K // 4)[None, None, :]

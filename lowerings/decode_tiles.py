@@ -1,7 +1,7 @@
 """Tiles of the "decode" variant, as measured; host only, needs no GPU.
 
 An H200, over the shapes of benchmarks/shapes.py. From benchmarks/sweep_decode.py, beside floats
-with --quant none.
+with --quant none. A tile is columns, codes of a row at a time, and warps.
 """
 
 from __future__ import annotations
@@ -14,9 +14,18 @@ from .tiles import Product, Tile
 # Words that a warp of the second product holds; codes of a small expert.
 WORDS: Final = 4096
 SMALL_EXPERT: Final = 16 << 20
-# Codes of a row that programs take at a time beside floats, and how many programs of the first
-# product with the more of them an H200 holds.
-FLOAT_DEPTHS: Final = (256, 512)
+# Beside bf16 and fp16, for one token: of large experts, of small ones whose programs are all there
+# at once, and of others; then of large experts by slots of a token, and of small ones, up to four
+# slots and more. For other tiles Triton's layouts may not be those that decode_products.add_words
+# takes, and for these in other places: (2, 256, 4) beside two slots has one word a thread.
+FLOAT_FIRST: Final = (Tile(1, 1, 512, 1, 1), Tile(1, 4, 512, 1, 1), Tile(1, 4, 256, 1, 1))
+FLOAT_SECOND: Final = {
+    1: Tile(1, 2, 512, 1, 1),
+    2: Tile(1, 2, 512, 2, 1),
+    4: Tile(1, 2, 256, 4, 1),
+}
+SMALL_FLOAT_SECOND: Final = (Tile(1, 1, 512, 1, 1), Tile(1, 1, 256, 1, 1))
+# Programs of the first product, of 160 registers a thread (Triton 3.6), that an H200 holds.
 FLOAT_PROGRAMS: Final = 1584
 
 
@@ -26,29 +35,38 @@ def has_small_experts(up: Product, down: Product) -> bool:
 
 
 def choose_pair(up: Product, down: Product) -> tuple[Tile, Tile]:
-    """Return the tiles of both products: columns, codes of a row at a time, warps."""
-    if up.a_bytes == 2:
-        return _beside_floats(up, down)
-    up_k, down_k = tiles.whole_row(up.depth), tiles.whole_row(down.depth)
-    first = Tile(1, 4 // up.panels, up_k, max(1, min(4, up_k // 1024)), 1)
-    # Words of codes for one column of all slots. 128 of them a thread were fastest, in one warp
-    # where that holds a column or two; floats take more registers.
-    words = tiles.whole_slots(down.top_k) * down_k // 4
-    warps = min(8, max(1, words // WORDS) * (4 if down.a_bytes > 1 else 1))
-    return first, Tile(1, max(1, min(4, WORDS // words)), down_k, warps, 1)
-
-
-def _beside_floats(up: Product, down: Product) -> tuple[Tile, Tile]:
-    """Return tiles for bf16 and fp16, whose programs go along their rows in one warp, or a few.
-
-    Of small experts a program takes four columns of the first product, and half as much at a time
-    where more would not be there at once; of the second all slots in one warp.
-    """
+    """Return the tiles of both products, which may multiply floats of different dtypes."""
+    is_small = has_small_experts(up, down)
     slots = tiles.whole_slots(down.top_k)
-    least, most = FLOAT_DEPTHS
-    if not has_small_experts(up, down):
-        depth = least if slots > 2 else most
-        return Tile(1, 1, most, 1, 1), Tile(1, 2, depth, min(4, slots), 1)
-    is_at_once = up.contributions * tiles.ceil_div(up.width, 4) <= FLOAT_PROGRAMS
-    depth = least if slots > 4 else most
-    return Tile(1, 4, most if is_at_once else least, 1, 1), Tile(1, 1, depth, 1, 1)
+    first, second = whole_first(up.depth, up.panels), whole_second(down.depth, slots, down.a_bytes)
+    if up.a_bytes == 2:
+        is_at_once = up.contributions * tiles.ceil_div(up.width, 4) <= FLOAT_PROGRAMS
+        large, small, less = FLOAT_FIRST
+        first = (small if is_at_once else less) if is_small else large
+    if down.a_bytes == 2:
+        large, small, less = float_second(slots)
+        second = (less if slots > 4 else small) if is_small else large
+    return first, second
+
+
+def float_second(slots: int) -> tuple[Tile, ...]:
+    """Return the tiles of the second product beside bf16 and fp16, for so many slots of a token."""
+    return (FLOAT_SECOND[min(4, slots)], *SMALL_FLOAT_SECOND)
+
+
+def whole_first(depth: int, panels: int) -> Tile:
+    """Return the tile of whole rows for the first product of gate and up, or of one panel."""
+    block_k = tiles.whole_row(depth)
+    return Tile(1, 4 // panels, block_k, max(1, min(4, block_k // 1024)), 1)
+
+
+def whole_second(depth: int, slots: int, a_bytes: int) -> Tile:
+    """Return the tile of whole rows for the second product: 128 words of codes a thread.
+
+    They were fastest in one warp where that holds a column or two of all slots; floats, which no
+    tensor core multiplies, take more registers.
+    """
+    block_k = tiles.whole_row(depth)
+    words = slots * block_k // 4
+    warps = min(8, max(1, words // WORDS) * (4 if a_bytes > 1 else 1))
+    return Tile(1, max(1, min(4, WORDS // words)), block_k, warps, 1)

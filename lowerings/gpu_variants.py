@@ -209,6 +209,9 @@ def is_aligned(x: Any) -> bool:
     layout = x.maybe_get_layout()
     if layout is None:
         return True
+    if isinstance(layout, ir.NonOwningLayout):
+        # A part of what torch.cat makes, which has the offset.
+        layout = layout.view.get_layout()
     offset = layout.offset * x.get_dtype().itemsize
     is_multiple = V.graph.sizevars.statically_known_multiple_of(offset, variants.DESCRIPTOR_BYTES)
     return is_multiple and x.get_name() not in V.graph.unaligned_buffers

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from . import decode_kernels, fused_kernels, tiles, variant_rows, variants
+from . import decode_kernels, decode_tiles, fused_kernels, tiles, variant_rows, variants
 from .tiles import Tile, tile_bound
 
 
@@ -288,10 +288,23 @@ def decode(host: Host, variant: variants.Variant, rows: Any | None) -> Any:
     return _decode_down(host, variant.down, routed, values, scale)
 
 
-def _decode_blocks(tile: Tile, depth: int, arithmetic: dict[str, bool]) -> dict[str, Any]:
-    """Return what a program takes at a time: whole rows but on the tensor cores."""
-    block_k = tile.block_k if arithmetic["TENSOR_CORES"] else tiles.whole_row(depth)
-    return {"BLOCK_N": tile.block_n, "BLOCK_K": block_k, "EVEN_K": depth % block_k == 0}
+def _decode_tile(
+    tile: Tile, known: tuple[Tile, ...], whole: Tile, arithmetic: dict[str, bool]
+) -> Tile:
+    """Return a tile, or one of whole rows where the tensor cores do not multiply; says so, too.
+
+    known: for which the layouts are those that they take.
+    """
+    arithmetic["TENSOR_CORES"] &= tile in known
+    return tile if arithmetic["TENSOR_CORES"] or tile.block_k >= whole.block_k else whole
+
+
+def _decode_blocks(tile: Tile, depth: int) -> dict[str, Any]:
+    return {
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "EVEN_K": depth % tile.block_k == 0,
+    }
 
 
 def _decode_up(host: Host, tile: Tile, routed: dict[str, Any], rows: Any) -> Any:
@@ -302,8 +315,10 @@ def _decode_up(host: Host, tile: Tile, routed: dict[str, Any], rows: Any) -> Any
     contributions = routed["num_contributions"]
     is_static = call.activation_quant == "static"
     out = host.empty(contributions, width, dtype=torch.int8 if is_static else host.dtype)
-    weight = _weight(host, "w13", tile)
     arithmetic = host.code_arithmetic(values)
+    whole = decode_tiles.whole_first(depth, 2 if call.gated else 1)
+    tile = _decode_tile(tile, decode_tiles.FLOAT_FIRST, whole, arithmetic)
+    weight = _weight(host, "w13", tile)
     arguments = {
         "out_ptr": out,
         "code_scale_ptr": call.a2_scale,
@@ -323,7 +338,7 @@ def _decode_up(host: Host, tile: Tile, routed: dict[str, Any], rows: Any) -> Any
         "IS_STATIC": is_static,
         # Without codes this is the first launch, which itself may come early.
         "IS_OLD": routed["INTEGER"] and host.is_old(call.w13, call.topk_ids, routed["map_ptr"]),
-        **_decode_blocks(tile, depth, arithmetic),
+        **_decode_blocks(tile, depth),
     }
     programs = contributions * tiles.ceil_div(width, tile.block_n)
     host.launch(decode_kernels.decode_up_kernel, programs, arguments, tile)
@@ -338,8 +353,12 @@ def _decode_down(
     _, width, depth = host.size(call.w2)
     stride_rt, stride_rk = host.strides(call.topk_weights)
     out = host.empty(tokens, width, dtype=host.dtype)
-    weight = _weight(host, "w2", tile)
+    slots = tiles.whole_slots(top_k)
     arithmetic = host.code_arithmetic(values)
+    a_bytes = 1 if routed["INTEGER"] else host.dtype.itemsize
+    whole = decode_tiles.whole_second(depth, slots, a_bytes)
+    tile = _decode_tile(tile, decode_tiles.float_second(slots), whole, arithmetic)
+    weight = _weight(host, "w2", tile)
     arguments = {
         "out_ptr": out,
         "a_ptr": values,
@@ -357,8 +376,8 @@ def _decode_down(
         # The routing is older: the first product has waited for it.
         "IS_OLD": host.is_old(call.w2),
         "TOP_K": top_k,
-        "SLOTS": tiles.whole_slots(top_k),
-        **_decode_blocks(tile, depth, arithmetic),
+        "SLOTS": slots,
+        **_decode_blocks(tile, depth),
     }
     programs = tokens * tiles.ceil_div(width, tile.block_n)
     host.launch(decode_kernels.decode_down_kernel, programs, arguments, tile)

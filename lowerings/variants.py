@@ -22,7 +22,8 @@ from . import decode_tiles, tiles
 from .tiles import Product, Tile
 from .variant_tables import DESCRIPTOR_K, FEW_ROWS, fused_table, is_uneven, stream_table
 
-# A tensor descriptor's rows start at multiples of so many bytes, as do loads of words of codes.
+# Rows of tensor descriptors start at multiples of so many bytes, as do those of codes and floats
+# that are read by words.
 DESCRIPTOR_BYTES: Final = 16
 # Columns that a program quantises or multiplies as one block.
 SPREAD_COLUMNS: Final = 8192
@@ -95,7 +96,8 @@ def label(variant: Variant) -> str:
         return "apart"
     up, down = variant.up, variant.down
     if variant.name == "decode":
-        return f"decode {up.block_n}w{up.num_warps}/{down.block_n}w{down.num_warps}"
+        first, second = (f"{t.block_n}k{t.block_k}w{t.num_warps}" for t in (up, down))
+        return f"decode {first}/{second}"
     loads = up.loads if up.loads == down.loads else f"{up.loads}/{down.loads}"
     return f"fused {loads} {up.block_m}x{tile_label(up)}/{tile_label(down)}"
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from support import EXPERTS, Problem, assert_close, problem, with_scheme
 
 from int8moe_compile.lowerings import eager, eager_variants, variants
+from int8moe_compile.lowerings.decode_products import row_sums
 from int8moe_compile.ops.arguments import ExpertsArguments
 
 pytestmark = [
@@ -21,6 +24,8 @@ SIZES = [
     {"H": 2064, "I": 2880, "E": 6, "K": 4},
     {"H": 2880, "I": 2048, "E": 9, "K": 8},
     {"H": 16, "I": 32, "E": 4, "K": 1},
+    {"H": 4096, "I": 1536, "E": 3, "K": 1},
+    {"H": 2048, "I": 4096, "E": 4, "K": 3, "gated": False},
 ]
 
 
@@ -68,14 +73,31 @@ def test_rows_that_words_cannot_read_give_what_others_give(dtype: torch.dtype) -
     assert_close(out, case)
 
 
-def test_rows_that_are_not_finite_stay_by_themselves() -> None:
+@triton.jit
+def sums_kernel(out_ptr, a_ptr, w_ptr, depth, R: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    """Sums [R, N] of rows [R, depth] of floats and [R, N, depth] of codes, by one program."""
+    row, column = tl.arange(0, R), tl.arange(0, N)
+    w_rows = w_ptr + (row[:, None] * N + column[None, :]) * depth
+    a_rows = (a_ptr + row * depth)[:, None, None]
+    is_live = (row >= 0)[:, None, None]
+    sums = row_sums(
+        a_rows, w_rows[:, :, None], is_live, depth, False, True, True, True, K, True, False
+    )
+    tl.store(out_ptr + row[:, None] * N + column[None, :], sums)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("columns", "depth", "warps"), [(2, 256, 4), (1, 256, 1)])
+def test_rows_that_are_not_finite_stay_by_themselves(
+    columns: int, depth: int, warps: int, dtype: torch.dtype
+) -> None:
     """The tensor cores multiply all lanes' operands: other rows' sums are to see none of it."""
-    case = with_scheme(problem(2, T=2, H=512, I=384, E=8, K=2), "none")
-    rows = case.hidden_states.clone()
-    rows[1, 7] = float("inf")
-    rows[1, 300] = float("nan")
-    ids = torch.tensor([[0, 1], [2, 3]])
-    plain = decoded(case.with_(topk_ids=ids).to("cuda"))
-    out = decoded(case.with_(hidden_states=rows, topk_ids=ids).to("cuda"))
-    assert torch.equal(out[0], plain[0])
-    assert out[1].isnan().all()
+    torch.manual_seed(0)
+    rows = torch.randn(8, 512, device="cuda").to(dtype)
+    rows[3, 7], rows[5, 300] = float("inf"), float("nan")
+    codes = torch.randint(-127, 128, (8, columns, 512), device="cuda", dtype=torch.int8)
+    out = torch.empty(8, columns, device="cuda")
+    sums_kernel[(1,)](out, rows, codes, 512, R=8, N=columns, K=depth, num_warps=warps)
+    expected = (rows.double()[:, None, :] * codes.double()).sum(2)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-2, equal_nan=True)
+    assert not out[5].isfinite().any() and out[[0, 1, 2, 4, 6, 7]].isfinite().all()

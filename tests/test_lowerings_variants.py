@@ -314,7 +314,7 @@ def test_decode_routes_and_sums_in_its_products(quant: str) -> None:
     ]
     for name, (text, _) in compiled(case, variant).items():
         if name not in quantize:
-            # Weight-only: eight codes, or their floats would go to other threads in 16 turns.
+            # Weight-only: as many codes as floats in 16 bytes, or those would change threads.
             words = 2 if quant == "none" else 4
             assert re.search(rf"ld\.global\S*evict_first\S*\.v{words}", text)
 
