@@ -1,7 +1,7 @@
 """Tiles of the "decode" variant, as measured; host only, needs no GPU.
 
 An H200, over the shapes of benchmarks/shapes.py. From benchmarks/sweep_decode.py, beside floats
-with --quant none. A tile is columns, codes of a row at a time, and warps.
+from an earlier form of it over more tiles. A tile is columns, codes of a row at a time, and warps.
 """
 
 from __future__ import annotations

@@ -288,23 +288,21 @@ def decode(host: Host, variant: variants.Variant, rows: Any | None) -> Any:
     return _decode_down(host, variant.down, routed, values, scale)
 
 
-def _decode_tile(
-    tile: Tile, known: tuple[Tile, ...], whole: Tile, arithmetic: dict[str, bool]
-) -> Tile:
-    """Return a tile, or one of whole rows where the tensor cores do not multiply; says so, too.
+def _decode_blocks(
+    host: Host, values: Any, tile: Tile, known: tuple[Tile, ...], whole: Tile, depth: int
+) -> tuple[Tile, dict[str, Any]]:
+    """Return the tile of a product beside values, and the arguments that say how it goes.
 
-    known: for which the layouts are those that they take.
+    known: tiles for which the layouts are those that the tensor cores take; whole: the tile for
+    others that are no whole rows, and where there are no tensor cores.
     """
-    arithmetic["TENSOR_CORES"] &= tile in known
-    return tile if arithmetic["TENSOR_CORES"] or tile.block_k >= whole.block_k else whole
-
-
-def _decode_blocks(tile: Tile, depth: int) -> dict[str, Any]:
-    return {
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "EVEN_K": depth % tile.block_k == 0,
-    }
+    arithmetic = host.code_arithmetic(values)
+    is_added = arithmetic["TENSOR_CORES"] and tile in known
+    if not is_added and tile.block_k < whole.block_k:
+        tile = whole
+    blocks = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+    is_even = depth % tile.block_k == 0
+    return tile, {**arithmetic, "TENSOR_CORES": is_added, **blocks, "EVEN_K": is_even}
 
 
 def _decode_up(host: Host, tile: Tile, routed: dict[str, Any], rows: Any) -> Any:
@@ -315,9 +313,9 @@ def _decode_up(host: Host, tile: Tile, routed: dict[str, Any], rows: Any) -> Any
     contributions = routed["num_contributions"]
     is_static = call.activation_quant == "static"
     out = host.empty(contributions, width, dtype=torch.int8 if is_static else host.dtype)
-    arithmetic = host.code_arithmetic(values)
     whole = decode_tiles.whole_first(depth, 2 if call.gated else 1)
-    tile = _decode_tile(tile, decode_tiles.FLOAT_FIRST, whole, arithmetic)
+    known = decode_tiles.FLOAT_FIRST
+    tile, blocks = _decode_blocks(host, values, tile, known, whole, depth)
     weight = _weight(host, "w13", tile)
     arguments = {
         "out_ptr": out,
@@ -327,7 +325,7 @@ def _decode_up(host: Host, tile: Tile, routed: dict[str, Any], rows: Any) -> Any
         "w_ptr": weight.pop("w"),
         **weight,
         **routed,
-        **arithmetic,
+        **blocks,
         "top_k": host.size(call.topk_ids)[1],
         "depth": depth,
         "width": width,
@@ -338,7 +336,6 @@ def _decode_up(host: Host, tile: Tile, routed: dict[str, Any], rows: Any) -> Any
         "IS_STATIC": is_static,
         # Without codes this is the first launch, which itself may come early.
         "IS_OLD": routed["INTEGER"] and host.is_old(call.w13, call.topk_ids, routed["map_ptr"]),
-        **_decode_blocks(tile, depth),
     }
     programs = contributions * tiles.ceil_div(width, tile.block_n)
     host.launch(decode_kernels.decode_up_kernel, programs, arguments, tile)
@@ -354,10 +351,10 @@ def _decode_down(
     stride_rt, stride_rk = host.strides(call.topk_weights)
     out = host.empty(tokens, width, dtype=host.dtype)
     slots = tiles.whole_slots(top_k)
-    arithmetic = host.code_arithmetic(values)
     a_bytes = 1 if routed["INTEGER"] else host.dtype.itemsize
     whole = decode_tiles.whole_second(depth, slots, a_bytes)
-    tile = _decode_tile(tile, decode_tiles.float_second(slots), whole, arithmetic)
+    known = decode_tiles.float_second(slots)
+    tile, blocks = _decode_blocks(host, values, tile, known, whole, depth)
     weight = _weight(host, "w2", tile)
     arguments = {
         "out_ptr": out,
@@ -367,7 +364,7 @@ def _decode_down(
         **weight,
         "weights_ptr": call.topk_weights,
         **routed,
-        **arithmetic,
+        **blocks,
         "depth": depth,
         "width": width,
         "stride_rt": stride_rt,
@@ -377,7 +374,6 @@ def _decode_down(
         "IS_OLD": host.is_old(call.w2),
         "TOP_K": top_k,
         "SLOTS": slots,
-        **_decode_blocks(tile, depth),
     }
     programs = tokens * tiles.ceil_div(width, tile.block_n)
     host.launch(decode_kernels.decode_down_kernel, programs, arguments, tile)

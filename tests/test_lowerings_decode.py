@@ -9,6 +9,7 @@ import offline
 import own_process
 import pytest
 import torch
+from test_lowerings_offline import call
 
 from int8moe_compile.lowerings import decode_tiles, eager, tiles, variants
 from int8moe_compile.lowerings.tiles import Product, Tile
@@ -67,18 +68,7 @@ def layer(
     gated: bool = True,
 ) -> ExpertsArguments:
     """Return arguments of one token's call on empty CPU tensors; up to 16 experts."""
-    E, rows, codes = max(2, K), (2 if gated else 1) * I, {"dtype": torch.int8}
-    return ExpertsArguments(
-        torch.empty(1, H, dtype=dtype),
-        torch.empty(E, rows, H, **codes),
-        torch.empty(E, rows),
-        torch.empty(E, H, I, **codes),
-        torch.empty(E, H),
-        torch.empty(1, K, dtype=dtype),
-        torch.empty(1, K, dtype=torch.int64),
-        activation_quant="none",
-        gated=gated,
-    )
+    return call(1, "none", dtype, I, H=H, E=max(2, K), K=K, gated=gated)
 
 
 LAYOUT = (
@@ -171,6 +161,26 @@ def test_masks_are_left_out_where_blocks_divide_the_depth(H: int, is_even: bool)
     text = offline.assembly(offline.compile_launch(up, "sm_90"))
     loads = re.findall(r"(@%p\d+ )?ld\.global\S*evict_first\S*\.v2\.b32", text)
     assert loads and {bool(mask) for mask in loads} == {not is_even}
+
+
+# What makes floats of the bytes of a word, by instruction: selectors and constants.
+CONVERSION = re.compile(
+    r"(prmt\.b32) \w+, \w+, (\w+, \w+);|mov\.b32 (factor|offset), (\w+);|"
+    r"(xor\.b32) \w+, %?\w+, (0x80808080);|((?:fma|sub)\.rn\.\w+) "
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_codes_become_the_floats_that_they_become_elsewhere(dtype: torch.dtype) -> None:
+    """Beside words of floats by the instructions of tile_math.codes_to_float."""
+    given = layer(dtype=dtype)
+    products = decode_launches(given), offline.record_apart(given, "sm_90")
+    ups = [next(each for each in p if each.kernel.__name__.endswith("up_kernel")) for p in products]
+    here, there = (
+        {tuple(filter(None, found)) for found in CONVERSION.findall(offline.assembly(compiled))}
+        for compiled in (offline.compile_launch(up, "sm_90") for up in ups)
+    )
+    assert len(there) >= 5 and here == there
 
 
 def test_diagonals_have_the_sums_of_four_lanes() -> None:

@@ -23,23 +23,29 @@ def call(
     word: str = "token",
     dtype: torch.dtype = torch.bfloat16,
     I: int = 256,  # noqa: E741
+    *,
+    H: int = 512,
+    E: int = 8,
+    K: int = 4,
+    gated: bool = True,
 ) -> ExpertsArguments:
-    """Return arguments of a call on empty CPU tensors: H 512, E 8, K 4, gpt-oss' gate."""
-    H, E, K = 512, 8, 4
+    """Return arguments of a call on empty CPU tensors, with gpt-oss' gate."""
+    rows = 2 * I if gated else I
     empty, codes = torch.empty, {"dtype": torch.int8}
     return ExpertsArguments(
         empty(T, H, dtype=dtype),
-        empty(E, 2 * I, H, **codes),
-        empty(E, 2 * I),
+        empty(E, rows, H, **codes),
+        empty(E, rows),
         empty(E, H, I, **codes),
         empty(E, H),
         empty(T, K, dtype=dtype),
         empty(T, K, dtype=torch.int64),
         activation_quant=word,
+        gated=gated,
         alpha=1.702,
         beta=1.0,
         limit=7.0,
-        w13_bias=empty(E, 2 * I, dtype=dtype),
+        w13_bias=empty(E, rows, dtype=dtype),
         w2_bias=empty(E, H, dtype=dtype),
     )
 
