@@ -386,6 +386,8 @@ def combine_kernel(
     for slot in tl.static_range(TOP_K):
         is_live = tl.load(local_ptr + token * TOP_K + slot) >= 0
         row = contributions_ptr + (token * TOP_K + slot) * width
-        value = tl.load(row + column, mask=is_inside & is_live, other=0.0)
+        # Nobody reads them again, though stream_kernels.py had them kept in L2.
+        is_wanted = is_inside & is_live
+        value = tl.load(row + column, mask=is_wanted, other=0.0, eviction_policy="evict_first")
         total += value.to(tl.float32)
     tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=is_inside)

@@ -18,6 +18,7 @@ from .stream_tiles import (
     PIECES_AHEAD,
     STORED_AHEAD,
     ask_for_weights,
+    parts_of,
     start_notes,
     start_ring,
 )
@@ -29,13 +30,15 @@ def stream_kernel(
     middle_ptr,  # [T*K, I] by position, in the result dtype; unused if IS_STATIC
     codes_ptr,  # [T*K, I] its codes
     code_scale_ptr,  # [T*K] fp32 of their rows, or one value if IS_STATIC
-    a1,  # descriptor of [T*K, H] codes in expert order, by [ROWS, 128]
+    a1,  # descriptor of [T*K, H] codes in expert order, by [first part of ROWS, 128]
     a1_scale_ptr,
     w1,  # descriptor of [E * 2 * I, H] codes, by [64, 128]
     w1_scale_ptr,
     w1_bias_ptr,
-    a2,  # descriptor of codes_ptr, by [ROWS, 128]
+    a2,  # descriptor of codes_ptr, as a1
     w2,  # descriptor of [E * H, I] codes, by [64, 128]
+    b1,  # a1 and a2 for the second part of a tile's rows, or None
+    b2,
     w2_scale_ptr,
     w2_bias_ptr,
     weights_ptr,
@@ -62,11 +65,12 @@ def stream_kernel(
     DTYPE: gl.constexpr,  # name of the result dtype
     IS_STATIC: gl.constexpr,  # the intermediate is quantised by a given scale
     IS_WHOLE: gl.constexpr,  # its rows are quantised in one read
-    ROWS: gl.constexpr,  # of a tile; the next three as in start_ring
+    ROWS: gl.constexpr,  # of a tile, one power of two or two; the next three as in start_ring
     STAGES: gl.constexpr,
     BOXES: gl.constexpr,
     DOWN_PANELS: gl.constexpr,
     GROUP_M: gl.constexpr,
+    POLICY: gl.constexpr,  # of L2 for what is stored
     QUANTIZING_REGISTERS: gl.constexpr,
     ASKING_REGISTERS: gl.constexpr,
     IS_OLD: gl.constexpr,  # PDL: weights and routing were there before the kernel ahead started
@@ -89,7 +93,9 @@ def stream_kernel(
     up_blocks = gl.cdiv(intermediate, PANEL)
     down_blocks = gl.cdiv(hidden, DOWN_PANELS * PANEL)
     work = (tiles_ptr, progress_ptr, gl.load(tiles_ptr), up_blocks, down_blocks)
-    ring = start_ring((a1, w1, a2, w2), SIZES)
+    # Triton 3.6 returns no tuple with None in it.
+    seconds = (b1, b2) if parts_of(ROWS) == 2 else (a1, a2)
+    ring = start_ring((w1, w2), (a1, a2), seconds, SIZES)
     pieces = start_notes(PIECES_AHEAD, PIECE_READERS)
     stored = start_notes(STORED_AHEAD, 1)
     fence_async_shared()
@@ -117,11 +123,12 @@ def stream_kernel(
                     HAS_ROUTER_WEIGHT,
                     DTYPE,
                     IS_STATIC,
+                    POLICY,
                     PDL,
                     num_warps,
                 ),
             ),
-            (quantize_tiles, (rows, work, intermediate, ROWS, IS_STATIC, IS_WHOLE, PDL)),
+            (quantize_tiles, (rows, work, intermediate, ROWS, IS_STATIC, IS_WHOLE, POLICY, PDL)),
             (ask_for_weights, (ring, pieces, work, steps, widths, SIZES, GROUP_M)),
             (ask_for_rows, (ring, pieces, work, steps, SIZES, IS_STATIC, PDL)),
             (count_pieces, (stored, work, IS_STATIC)),

@@ -16,49 +16,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .dependent_launch import let_next_start, wait_for_earlier
-from .fused_tiles import rounded
+from .stream_epilogues import (
+    columns_of,
+    first_operands,
+    rows_of,
+    second_operands,
+    store_first,
+    store_second,
+    sums_layout,
+)
 from .stream_tiles import (
     PANEL,
     PIECES_AHEAD,
     STORED_AHEAD,
     barrier,
     next_of,
+    part_rows,
+    parts_of,
     read_note,
     write_note,
 )
-from .tile_epilogues import (
-    column_values,
-    dequantize,
-    gate_columns,
-    gated,
-    router_weights,
-    row_scales,
-)
-from .tile_math import encode
-
-
-@gluon.constexpr_function
-def sums_layout(rows, warps):
-    """Return how sums [64 weights, rows] lie in registers."""
-    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, rows, 32])
-
-
-@gluon.constexpr_function
-def store_layout(warps):
-    """Return how [rows, 64] values are stored: eight a thread."""
-    return gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
-
-
-@gluon.jit
-def sums_like(ROWS: gl.constexpr, num_warps: gl.constexpr):
-    """Return zeros as a panel's sums lie, [ROWS, 64]."""
-    return gl.zeros((PANEL, ROWS), gl.int32, sums_layout(ROWS, num_warps)).permute((1, 0))
+from .tile_epilogues import column_values, gate_columns, row_scales
 
 
 @gluon.jit
 def give_back(ring, at, STAGES: gl.constexpr):
     """Give back the buffers of the step before the one that is due, read by all warps."""
-    _descriptors, _a_buffers, _w_buffers, _full, empty = ring
+    _weights, _rows, _full, empty = ring
     slot, _phase = at
     barrier()
     mbarrier.arrive(empty.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
@@ -66,28 +50,53 @@ def give_back(ring, at, STAGES: gl.constexpr):
 
 @gluon.jit
 def add_step(ring, at, sums, SIZES: gl.constexpr, PANELS: gl.constexpr, IS_FIRST: gl.constexpr):
-    """Begin to add the products of one depth step, and give back the buffers of the one before."""
-    STAGES: gl.constexpr = SIZES[1]
+    """Begin to add the products of one depth step, and give back the buffers of the one before.
+
+    sums: of two panels, the second unused if PANELS is 1, for each part of the rows.
+    """
     BOXES: gl.constexpr = SIZES[2]
     ROW_BOXES: gl.constexpr = SIZES[2] // SIZES[3]
-    _descriptors, a_buffers, w_buffers, full, _empty = ring
+    PARTS: gl.constexpr = parts_of(SIZES[0])
+    weights, ordered, full, _empty = ring
+    _w1, _w2, w_buffers = weights
+    _firsts, _seconds, a_buffers, b_buffers = ordered
     slot, phase = at
-    one, two = sums
+    one, two = sums[0], sums[1]
+    more, last = sums[2 * PARTS - 2], sums[2 * PARTS - 1]
     mbarrier.wait(full.index(slot), phase)
     for box in gl.static_range(BOXES):
-        rows = a_buffers.index(slot * ROW_BOXES + box // PANELS).permute((1, 0))
+        buffer = slot * ROW_BOXES + box // PANELS
+        rows = a_buffers.index(buffer).permute((1, 0))
+        rest = b_buffers.index(buffer).permute((1, 0))
         codes = w_buffers.index(slot * BOXES + box)
         use_acc = not IS_FIRST or box >= PANELS
         if PANELS == 2 and box % 2 == 1:
             two = warpgroup_mma(codes, rows, two, use_acc=use_acc, is_async=True)
+            if PARTS == 2:
+                last = warpgroup_mma(codes, rest, last, use_acc=use_acc, is_async=True)
         else:
             one = warpgroup_mma(codes, rows, one, use_acc=use_acc, is_async=True)
+            if PARTS == 2:
+                more = warpgroup_mma(codes, rest, more, use_acc=use_acc, is_async=True)
     if not IS_FIRST:
         # For these warps; others may still read.
-        one, two = warpgroup_mma_wait(num_outstanding=BOXES, deps=(one, two))
+        if PARTS == 2:
+            sums = one, two, more, last
+            one, two, more, last = warpgroup_mma_wait(num_outstanding=2 * BOXES, deps=sums)
+            more, last = warpgroup_mma_init(more), warpgroup_mma_init(last)
+        else:
+            one, two = warpgroup_mma_wait(num_outstanding=BOXES, deps=(one, two))
         one, two = warpgroup_mma_init(one), warpgroup_mma_init(two)
-        give_back(ring, at, STAGES)
-    return (one, two), next_of(slot, phase, STAGES)
+        give_back(ring, at, SIZES[1])
+    sums = (one, two, more, last) if PARTS == 2 else (one, two)
+    return sums, next_of(slot, phase, SIZES[1])
+
+
+@gluon.jit
+def zeros_of(SIZES: gl.constexpr, PART: gl.constexpr, num_warps: gl.constexpr):
+    """Return zeros for the sums of a panel of a part's rows."""
+    ROWS: gl.constexpr = part_rows(SIZES[0], PART)
+    return warpgroup_mma_init(gl.zeros((PANEL, ROWS), gl.int32, sums_layout(ROWS, num_warps)))
 
 
 @gluon.jit
@@ -96,32 +105,24 @@ def begin_sums(ring, at, SIZES: gl.constexpr, PANELS: gl.constexpr, num_warps: g
 
     By itself, for it need not read zeros, and as rows that were waited for are there then.
     """
-    ROWS: gl.constexpr = SIZES[0]
-    layout: gl.constexpr = sums_layout(ROWS, num_warps)
-    one = warpgroup_mma_init(gl.zeros((PANEL, ROWS), gl.int32, layout))
-    two = warpgroup_mma_init(gl.zeros((PANEL, ROWS), gl.int32, layout))
-    return add_step(ring, at, (one, two), SIZES, PANELS, True)
+    sums = zeros_of(SIZES, 0, num_warps), zeros_of(SIZES, 0, num_warps)
+    if parts_of(SIZES[0]) == 2:
+        sums = sums[0], sums[1], zeros_of(SIZES, 1, num_warps), zeros_of(SIZES, 1, num_warps)
+    return add_step(ring, at, sums, SIZES, PANELS, True)
 
 
 @gluon.jit
 def end_sums(ring, at, sums, steps, SIZES: gl.constexpr, PANELS: gl.constexpr):
-    """Return a piece's sums [ROWS, 64] of one or two panels, and the step due then."""
+    """Return a piece's sums, [rows, 64] of two panels and of each part, and the step due then."""
     for _ in range(1, steps):
         sums, at = add_step(ring, at, sums, SIZES, PANELS, False)
-    one, two = sums
-    one, two = warpgroup_mma_wait(num_outstanding=0, deps=(one, two))
+    sums = warpgroup_mma_wait(num_outstanding=0, deps=sums)
     give_back(ring, at, SIZES[1])
-    return one.permute((1, 0)), two.permute((1, 0)), at
-
-
-@gluon.jit
-def store_panel(out_ptr, row, is_row, value, panel, width, num_warps: gl.constexpr):
-    """Store [ROWS, 64] values in some rows [ROWS] of a matrix of so many columns."""
-    layout: gl.constexpr = store_layout(num_warps)
-    column = panel * PANEL + gl.arange(0, PANEL, gl.SliceLayout(0, layout))
-    at = row.to(gl.int64)[:, None] * width + column[None, :]
-    is_inside = is_row[:, None] & (column < width)[None, :]
-    gl.store(out_ptr + at, gl.convert_layout(value, layout), mask=is_inside)
+    one, two = sums[0].permute((1, 0)), sums[1].permute((1, 0))
+    if parts_of(SIZES[0]) == 2:
+        return (one, two, sums[2].permute((1, 0)), sums[3].permute((1, 0))), at
+    else:
+        return (one, two), at
 
 
 @gluon.jit
@@ -134,83 +135,55 @@ def first_piece(
     steps,
     width,
     SIZES: gl.constexpr,
-    GATE: gl.constexpr,  # constants: alpha, beta, limit, activation, whether there is a limit
+    GATE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     HAS_ROW_SCALE: gl.constexpr,
     SCALE_COLUMNS: gl.constexpr,
     DTYPE: gl.constexpr,
     IS_STATIC: gl.constexpr,
+    POLICY: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Compute and store a piece of the first product: the result, or codes by a given scale."""
-    ROWS: gl.constexpr = SIZES[0]
-    middle_ptr, codes_ptr, code_scale_ptr = rows
+    PARTS: gl.constexpr = parts_of(SIZES[0])
     a_scale_ptr, w_scale_ptr, bias_ptr = weight
     _kind, _tile, expert, first, end, block = piece
-    layout: gl.constexpr = sums_like(ROWS, num_warps).type.layout
-    row = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    column = block * PANEL + gl.arange(0, PANEL, gl.SliceLayout(0, layout))
-    column = gl.minimum(column, width - 1)
-    expert = expert.to(gl.int64)
+    column = columns_of(block, width, part_rows(SIZES[0], 0), num_warps)
     columns = gate_columns(
-        w_scale_ptr, bias_ptr, expert, column, width, True, HAS_BIAS, SCALE_COLUMNS
+        w_scale_ptr, bias_ptr, expert.to(gl.int64), column, width, True, HAS_BIAS, SCALE_COLUMNS
     )
-    a_scale = row_scales(a_scale_ptr, gl.minimum(row, end - 1), True, HAS_ROW_SCALE)
+    scales = (first_operands(a_scale_ptr, piece, SIZES, 0, HAS_ROW_SCALE, num_warps),)
+    if PARTS == 2:
+        rest = first_operands(a_scale_ptr, piece, SIZES, 1, HAS_ROW_SCALE, num_warps)
+        scales = scales[0], rest
     sums, at = begin_sums(ring, at, SIZES, 2, num_warps)
-    one, two, at = end_sums(ring, at, sums, steps, SIZES, 2)
-    value = gated(
-        one,
-        two,
-        a_scale,
-        columns,
-        GATE[0],
-        GATE[1],
-        GATE[2],
-        GATE[3],
-        True,
-        HAS_BIAS,
-        GATE[4],
-        True,
-    )
-    value = rounded(value, DTYPE)
-    position = first + gl.arange(0, ROWS, gl.SliceLayout(1, store_layout(num_warps)))
-    if IS_STATIC:
-        scale = gl.load(code_scale_ptr) + gl.zeros((ROWS, 1), gl.float32, layout)
-        codes = encode(value.to(gl.float32), scale)
-        store_panel(codes_ptr, position, position < end, codes, block, width, num_warps)
-    else:
-        store_panel(middle_ptr, position, position < end, value, block, width, num_warps)
+    sums, at = end_sums(ring, at, sums, steps, SIZES, 2)
+    for part in gl.static_range(PARTS):
+        if (part == 0) or (first + part_rows(SIZES[0], 0) < end):
+            store_first(
+                rows,
+                (sums[2 * part], sums[2 * part + 1]),
+                scales[part],
+                columns,
+                piece,
+                width,
+                SIZES,
+                part,
+                GATE,
+                HAS_BIAS,
+                DTYPE,
+                IS_STATIC,
+                POLICY,
+                num_warps,
+            )
     return at
-
-
-@gluon.jit
-def second_panel(
-    out_ptr,
-    sums,
-    a_scale,
-    columns,  # of column_values
-    router,  # router weights, or anything
-    row,  # [ROWS] where they go, as they are stored
-    is_row,
-    panel,
-    width,
-    HAS_BIAS: gl.constexpr,
-    HAS_ROUTER_WEIGHT: gl.constexpr,
-    num_warps: gl.constexpr,
-):
-    """Weight and store one panel of the second product."""
-    value = dequantize(sums, a_scale, columns[0], columns[1], True, HAS_BIAS)
-    if HAS_ROUTER_WEIGHT:
-        value *= router
-    value = value.to(out_ptr.dtype.element_ty)
-    store_panel(out_ptr, row, is_row, value, panel, width, num_warps)
 
 
 @gluon.jit
 def second_piece(
     out_ptr,
     weight,  # pointers: scales of the rows, of the weight, bias
-    routed,  # router weights, their strides, order; K is a constant
+    routed,
     ring,
     piece,
     at,
@@ -221,54 +194,56 @@ def second_piece(
     HAS_ROUTER_WEIGHT: gl.constexpr,
     SCALE_COLUMNS: gl.constexpr,
     IS_STATIC: gl.constexpr,
+    POLICY: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Compute and store a piece of the second product, by contribution."""
-    ROWS: gl.constexpr = SIZES[0]
     PANELS: gl.constexpr = SIZES[3]
+    PARTS: gl.constexpr = parts_of(SIZES[0])
     a_scale_ptr, w_scale_ptr, bias_ptr = weight
-    weights_ptr, stride_rt, stride_rk, order_ptr, top_k = routed
     _kind, _tile, expert, first, end, block = piece
-    layout: gl.constexpr = sums_like(ROWS, num_warps).type.layout
-    row = gl.minimum(first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), end - 1)
-    contribution = gl.load(order_ptr + row)
-    position = first + gl.arange(0, ROWS, gl.SliceLayout(1, store_layout(num_warps)))
-    written = gl.load(order_ptr + gl.minimum(position, end - 1))
-    panel = block * PANELS
-    column = panel * PANEL + gl.arange(0, PANEL, gl.SliceLayout(0, layout))
-    column = gl.minimum(column, width - 1)
     expert = expert.to(gl.int64)
+    operands = (second_operands(routed, piece, SIZES, 0, HAS_ROUTER_WEIGHT, num_warps),)
+    if PARTS == 2:
+        rest = second_operands(routed, piece, SIZES, 1, HAS_ROUTER_WEIGHT, num_warps)
+        operands = operands[0], rest
+    column = columns_of(block * PANELS, width, part_rows(SIZES[0], 0), num_warps)
     columns = column_values(
         w_scale_ptr, bias_ptr, expert, column, width, 1, 0, HAS_BIAS, SCALE_COLUMNS
     )
-    others = columns
+    columns = (columns,)
     if PANELS == 2:
         column = gl.minimum(column + PANEL, width - 1)
         others = column_values(
             w_scale_ptr, bias_ptr, expert, column, width, 1, 0, HAS_BIAS, SCALE_COLUMNS
         )
-    router = columns[0]
-    if HAS_ROUTER_WEIGHT:
-        router = router_weights(weights_ptr, contribution, top_k, stride_rt, stride_rk)
+        columns = columns[0], others
     sums, at = begin_sums(ring, at, SIZES, PANELS, num_warps)
     # The rows are there, and so are their scales.
-    a_scale = row_scales(a_scale_ptr, row, True, not IS_STATIC)
-    one, two, at = end_sums(ring, at, sums, steps, SIZES, PANELS)
-    for turn in gl.static_range(PANELS):
-        second_panel(
-            out_ptr,
-            one if turn == 0 else two,
-            a_scale,
-            columns if turn == 0 else others,
-            router,
-            written,
-            position < end,
-            panel + turn,
-            width,
-            HAS_BIAS,
-            HAS_ROUTER_WEIGHT,
-            num_warps,
-        )
+    scales = (row_scales(a_scale_ptr, rows_of(piece, SIZES, 0, num_warps), True, not IS_STATIC),)
+    if PARTS == 2:
+        row = rows_of(piece, SIZES, 1, num_warps)
+        scales = scales[0], row_scales(a_scale_ptr, row, True, not IS_STATIC)
+    sums, at = end_sums(ring, at, sums, steps, SIZES, PANELS)
+    for part in gl.static_range(PARTS):
+        if (part == 0) or (first + part_rows(SIZES[0], 0) < end):
+            for turn in gl.static_range(PANELS):
+                store_second(
+                    out_ptr,
+                    sums[2 * part + turn],
+                    scales[part],
+                    columns[turn],
+                    operands[part],
+                    piece,
+                    block * PANELS + turn,
+                    width,
+                    SIZES,
+                    part,
+                    HAS_BIAS,
+                    HAS_ROUTER_WEIGHT,
+                    POLICY,
+                    num_warps,
+                )
     return at
 
 
@@ -293,6 +268,7 @@ def compute_pieces(
     HAS_ROUTER_WEIGHT: gl.constexpr,
     DTYPE: gl.constexpr,
     IS_STATIC: gl.constexpr,
+    POLICY: gl.constexpr,  # of L2 for what is stored
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -318,6 +294,7 @@ def compute_pieces(
                 UP_SCALE_COLUMNS,
                 DTYPE,
                 IS_STATIC,
+                POLICY,
                 num_warps,
             )
             stored_at = write_note(stored, stored_at, piece, STORED_AHEAD, num_warps)
@@ -336,6 +313,7 @@ def compute_pieces(
                 HAS_ROUTER_WEIGHT,
                 DOWN_SCALE_COLUMNS,
                 IS_STATIC,
+                POLICY,
                 num_warps,
             )
         piece, piece_at = read_note(pieces, piece_at, PIECES_AHEAD, num_warps)

@@ -112,11 +112,8 @@ def ask_for_rows(
 ):
     """Ask for the rows of pieces, those of the second product when they are there: one warp."""
     wait_for_earlier(PDL)
-    FEWER: gl.constexpr = SIZES[2] // 2
-    MORE: gl.constexpr = SIZES[2] // SIZES[3]
     STAGES: gl.constexpr = SIZES[1]
-    descriptors, _a_buffers, _w_buffers, _full, empty = ring
-    a1, _w1, a2, _w2 = descriptors
+    _weights, _rows, _full, empty = ring
     _tiles_ptr, _progress_ptr, _num_tiles, up_blocks, _down_blocks = work
     slot, phase = 0, 0
     piece, at = read_note(pieces, (0, 0), PIECES_AHEAD, 1)
@@ -129,9 +126,9 @@ def ask_for_rows(
         for step in range(gl.where(kind == 1, steps[0], steps[1])):
             mbarrier.wait(empty.index(slot), phase ^ 1)
             if kind == 1:
-                request_rows(a1, ring, slot, step, first, FEWER, SIZES)
+                request_rows(ring, slot, step, piece, 0, SIZES)
             else:
-                request_rows(a2, ring, slot, step, first, MORE, SIZES)
+                request_rows(ring, slot, step, piece, 1, SIZES)
             slot, phase = next_of(slot, phase, STAGES)
         piece, at = read_note(pieces, at, PIECES_AHEAD, 1)
 
@@ -145,7 +142,9 @@ def read_block(x_ptr, row_at, is_row, column, width):
 
 
 @gluon.jit
-def quantize_rows(codes_ptr, scale_ptr, x_ptr, first, end, width, IS_WHOLE: gl.constexpr):
+def quantize_rows(
+    codes_ptr, scale_ptr, x_ptr, first, end, width, IS_WHOLE: gl.constexpr, POLICY: gl.constexpr
+):
     """Quantise some rows of the intermediate by their own maxima; IS_WHOLE: in one read."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [QUANTIZING_WARPS, 1], [1, 0])
     offset = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
@@ -158,7 +157,7 @@ def quantize_rows(codes_ptr, scale_ptr, x_ptr, first, end, width, IS_WHOLE: gl.c
             scale = scale_of(gl.max(magnitude_bits(x), axis=1))
             gl.store(scale_ptr + row, scale, mask=is_row)
             codes = encode_by_maximum(x, scale[:, None], is_narrow(x_ptr))
-            gl.store(codes_ptr + at, codes, mask=is_inside)
+            gl.store(codes_ptr + at, codes, mask=is_inside, eviction_policy=POLICY)
         else:
             bits = gl.zeros((HEIGHT,), gl.int32, gl.SliceLayout(1, layout))
             for column in range(0, width, COLUMNS):
@@ -169,7 +168,7 @@ def quantize_rows(codes_ptr, scale_ptr, x_ptr, first, end, width, IS_WHOLE: gl.c
             for column in range(0, width, COLUMNS):
                 x, at, is_inside = read_block(x_ptr, row_at, is_row, column + offset, width)
                 codes = encode_by_maximum(x, scale[:, None], is_narrow(x_ptr))
-                gl.store(codes_ptr + at, codes, mask=is_inside)
+                gl.store(codes_ptr + at, codes, mask=is_inside, eviction_policy=POLICY)
 
 
 @gluon.jit
@@ -180,6 +179,7 @@ def quantize_tiles(
     ROWS: gl.constexpr,
     IS_STATIC: gl.constexpr,
     IS_WHOLE: gl.constexpr,
+    POLICY: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Quantise chunks of rows that nobody has, when their first product is done: four warps."""
@@ -197,7 +197,9 @@ def quantize_tiles(
             if first < end:
                 # One count for both: no chunk adds to it before all pieces have.
                 wait_until_done(work, tile, up_blocks)
-                quantize_rows(codes_ptr, code_scale_ptr, middle_ptr, first, end, width, IS_WHOLE)
+                quantize_rows(
+                    codes_ptr, code_scale_ptr, middle_ptr, first, end, width, IS_WHOLE, POLICY
+                )
                 fence_for_descriptors(tile)
                 count_done(work, tile)
             ticket = gl.atomic_add(progress_ptr + 1, 1, sem="relaxed", scope="gpu")

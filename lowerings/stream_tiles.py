@@ -12,7 +12,9 @@ first; four multiply and store (stream_pieces.py); one counts what is stored and
 (stream_rows.py). They tell each other of pieces by notes in shared memory.
 
 Weights are the wide operand, 64 of them an instruction, with a multiple of eight rows: a tile of
-few rows multiplies little more than it has.
+few rows multiplies little more than it has. Its rows may be a power of two and a smaller one, of
+which the second part is loaded where there are so many: the weights of an expert that gets somewhat
+more rows than most are still read once.
 """
 
 from __future__ import annotations
@@ -49,11 +51,25 @@ def next_of(slot, phase, COUNT: gl.constexpr):
     return gl.where(is_last, 0, slot + 1), gl.where(is_last, phase ^ 1, phase)
 
 
-@gluon.jit
-def start_ring(descriptors, SIZES: gl.constexpr):
-    """Return descriptors, empty buffers of rows and weights, and their barriers: full and empty.
+@gluon.constexpr_function
+def parts_of(rows):
+    """Return how many parts a tile's rows have."""
+    return 1 if rows & (rows - 1) == 0 else 2
 
-    descriptors: of rows and weights of the first product, then of the second.
+
+@gluon.constexpr_function
+def part_rows(rows, part):
+    """Return the rows of a part of a tile: the largest power of two, or what is left of them."""
+    first = 1 << rows.bit_length() - 1
+    return first if part == 0 else rows - first
+
+
+@gluon.jit
+def start_ring(weights, firsts, seconds, SIZES: gl.constexpr):
+    """Return descriptors and empty buffers of weights and rows, and their barriers: full and empty.
+
+    weights: descriptors of both products'; firsts, seconds: those of rows, for the first and the
+    second part of a tile's. Where they have no second part, its buffers are those of the first.
     SIZES: (rows of a tile, buffers, boxes of weights a step, panels of a piece of the second
     product). Its steps are deeper where it has one panel.
     """
@@ -61,15 +77,22 @@ def start_ring(descriptors, SIZES: gl.constexpr):
     STAGES: gl.constexpr = SIZES[1]
     BOXES: gl.constexpr = SIZES[2]
     ROW_BOXES: gl.constexpr = SIZES[2] // SIZES[3]
-    a1, w1, _a2, _w2 = descriptors
-    a_buffers = gl.allocate_shared_memory(gl.int8, [STAGES * ROW_BOXES, ROWS, BOX_K], a1.layout)
-    w_buffers = gl.allocate_shared_memory(gl.int8, [STAGES * BOXES, PANEL, BOX_K], w1.layout)
+    w_layout: gl.constexpr = weights[0].layout
+    a_layout: gl.constexpr = firsts[0].layout
+    FIRST: gl.constexpr = part_rows(ROWS, 0)
+    a_buffers = gl.allocate_shared_memory(gl.int8, [STAGES * ROW_BOXES, FIRST, BOX_K], a_layout)
+    b_buffers = a_buffers
+    if parts_of(ROWS) == 2:
+        b_layout: gl.constexpr = seconds[0].layout
+        REST: gl.constexpr = part_rows(ROWS, 1)
+        b_buffers = gl.allocate_shared_memory(gl.int8, [STAGES * ROW_BOXES, REST, BOX_K], b_layout)
+    w_buffers = gl.allocate_shared_memory(gl.int8, [STAGES * BOXES, PANEL, BOX_K], w_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=2)
         mbarrier.init(empty.index(slot), count=1)
-    return descriptors, a_buffers, w_buffers, full, empty
+    return (weights[0], weights[1], w_buffers), (firsts, seconds, a_buffers, b_buffers), full, empty
 
 
 @gluon.jit
@@ -153,8 +176,8 @@ def request_weights(ring, slot, step, piece, widths, SIZES: gl.constexpr):
     """Ask for the weights of one depth step of a piece."""
     BOXES: gl.constexpr = SIZES[2]
     DOWN_PANELS: gl.constexpr = SIZES[3]
-    descriptors, _a_buffers, w_buffers, full, _empty = ring
-    _a1, w1, _a2, w2 = descriptors
+    weights, _rows, full, _empty = ring
+    w1, w2, buffers = weights
     kind, _tile, expert, _first, _end, block = piece
     up_width, down_width = widths
     ready = full.index(slot)
@@ -163,14 +186,14 @@ def request_weights(ring, slot, step, piece, widths, SIZES: gl.constexpr):
         row = expert * 2 * up_width + block * PANEL
         for box in gl.static_range(BOXES):
             corner = [row + box % 2 * up_width, (step * (BOXES // 2) + box // 2) * BOX_K]
-            buffer = w_buffers.index(slot * BOXES + box)
+            buffer = buffers.index(slot * BOXES + box)
             tma.async_copy_global_to_shared(w1, corner, ready, buffer)
     else:
         row = expert * down_width + block * (DOWN_PANELS * PANEL)
         for box in gl.static_range(BOXES):
             depth = step * (BOXES // DOWN_PANELS) + box // DOWN_PANELS
             corner = [row + box % DOWN_PANELS * PANEL, depth * BOX_K]
-            buffer = w_buffers.index(slot * BOXES + box)
+            buffer = buffers.index(slot * BOXES + box)
             tma.async_copy_global_to_shared(w2, corner, ready, buffer)
 
 
@@ -182,7 +205,7 @@ def ask_for_weights(ring, pieces, work, steps, widths, SIZES: gl.constexpr, GROU
     one is waited for, no earlier: with pieces taken three ahead layers took 2 to 3 % longer.
     """
     STAGES: gl.constexpr = SIZES[1]
-    _descriptors, _a_buffers, _w_buffers, _full, empty = ring
+    _weights, _rows, _full, empty = ring
     slot, phase, at = 0, 0, (0, 0)
     piece = take_piece(work, GROUP_M)
     while piece[0] >= 0:
@@ -199,13 +222,31 @@ def ask_for_weights(ring, pieces, work, steps, widths, SIZES: gl.constexpr, GROU
 
 
 @gluon.jit
-def request_rows(a, ring, slot, step, first, BOXES: gl.constexpr, SIZES: gl.constexpr):
-    """Ask for the rows of one depth step; past their ends descriptors read zeros."""
+def request_rows(ring, slot, step, piece, PRODUCT: gl.constexpr, SIZES: gl.constexpr):
+    """Ask for the rows of one depth step, of their second part where the tile has so many.
+
+    PRODUCT: 0 or 1. Past their ends descriptors read zeros. What is not asked for is whatever the
+    buffer has, and so are sums that nobody stores.
+    """
     ROWS: gl.constexpr = SIZES[0]
+    FIRST: gl.constexpr = part_rows(ROWS, 0)
     ROW_BOXES: gl.constexpr = SIZES[2] // SIZES[3]
-    _descriptors, a_buffers, _w_buffers, full, _empty = ring
+    BOXES: gl.constexpr = SIZES[2] // 2 if PRODUCT == 0 else ROW_BOXES
+    _weights, rows, full, _empty = ring
+    firsts, seconds, buffers, others = rows
+    first, end = piece[3], piece[4]
+    is_long = first + FIRST < end
     ready = full.index(slot)
-    mbarrier.expect(ready, BOXES * ROWS * BOX_K)
+    if parts_of(ROWS) == 2:
+        mbarrier.expect(ready, BOXES * ROWS * BOX_K, pred=is_long)
+        mbarrier.expect(ready, BOXES * FIRST * BOX_K, pred=is_long ^ True)
+    else:
+        mbarrier.expect(ready, BOXES * FIRST * BOX_K)
     for box in gl.static_range(BOXES):
-        corner = [first, (step * BOXES + box) * BOX_K]
-        tma.async_copy_global_to_shared(a, corner, ready, a_buffers.index(slot * ROW_BOXES + box))
+        depth, at = (step * BOXES + box) * BOX_K, slot * ROW_BOXES + box
+        descriptor, buffer = firsts[PRODUCT], buffers.index(at)
+        tma.async_copy_global_to_shared(descriptor, [first, depth], ready, buffer)
+        if parts_of(ROWS) == 2:
+            descriptor, buffer = seconds[PRODUCT], others.index(at)
+            corner = [first + FIRST, depth]
+            tma.async_copy_global_to_shared(descriptor, corner, ready, buffer, pred=is_long)

@@ -33,7 +33,7 @@ def _fused(up: Product, down: Product, default: Variant) -> Iterator[Variant]:
     yield Variant("fused", default.up, default.down)
     rows = tiles.rows_per_expert(up.contributions, up.experts)
     group = 32 if up.experts <= tiles.FEW_EXPERTS else 8
-    if rows < 48:
+    if rows <= variant_tables.STREAM[-1][0]:
         for stream in variant_tables.STREAM_PAIRS:
             yield Variant("fused", *stream)
     if rows < 24:

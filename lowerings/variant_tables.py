@@ -70,14 +70,22 @@ UNEVEN_ASYNC_FUSED: Final[Table] = (
     (200, *UNEVEN_FUSED[3][1:]),
     (float("inf"), ASYNC, ASYNC_DOWN),
 )
-# Both products in one launch, for few rows an expert: in narrow pieces from 8 rows on, and where
-# few large experts have so few pieces that the last end late. Tiles in groups wait longer.
+# Both products in one launch, for few rows an expert: in narrow pieces from 8 to 24 rows, and where
+# few large experts have so few pieces that the last end late. Tiles in groups wait longer, but
+# where some experts have two tiles they find the weights of the first in L2.
 STREAM_PAIRS: Final = (
     (Tile(16, 64, 256, 4, 3, 1, "stream", 2), Tile(16, 128, 256, 4, 3, 1, "stream", 2)),
     (Tile(32, 64, 128, 4, 4, 1, "stream", 2), Tile(32, 64, 256, 4, 4, 1, "stream", 2)),
     (Tile(16, 64, 256, 4, 2, 1, "stream", 2), Tile(16, 64, 512, 4, 2, 1, "stream", 2)),
+    (Tile(64, 64, 128, 4, 4, 2, "stream", 2), Tile(64, 128, 128, 4, 4, 2, "stream", 2)),
+    (Tile(80, 64, 128, 4, 4, 2, "stream", 2), Tile(80, 128, 128, 4, 4, 2, "stream", 2)),
 )
-STREAM: Final[Table] = ((8, *STREAM_PAIRS[0]), (FEW_ROWS, *STREAM_PAIRS[1]))
+STREAM: Final[Table] = (
+    (8, *STREAM_PAIRS[0]),
+    (FEW_ROWS, *STREAM_PAIRS[1]),
+    (50, *STREAM_PAIRS[3]),
+    (72, *STREAM_PAIRS[4]),
+)
 FEW_EXPERTS_STREAM: Final[Table] = ((8, *STREAM_PAIRS[2]), STREAM[1])
 DEEP_STREAM: Final[Table] = ((12, *STREAM_PAIRS[0]),)
 

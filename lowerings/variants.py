@@ -44,6 +44,9 @@ ASYNC_CAPABILITY: Final = (9, 0)
 GROUP_ROWS: Final = 64
 # Columns of a block of weights of loads "stream".
 STREAM_COLUMNS: Final = 64
+# Rows of a part of its tiles, of which the second may be missing.
+LEAST_PART: Final = 16
+MOST_PART: Final = 64
 # Loads whose kernels are Gluon's.
 GLUON_LOADS: Final = {"async", "stream"}
 
@@ -158,7 +161,10 @@ def _is_stream(variant: Variant) -> bool:
     )
     is_same_size = down.block_k * panels == 2 * up.block_k
     is_deep = up.num_stages >= 2 and up.num_warps == 4
-    return is_one and is_even and is_shaped and is_same_size and is_deep
+    first = 1 << up.block_m.bit_length() - 1
+    rest = up.block_m - first
+    has_rows = LEAST_PART <= first <= MOST_PART and rest & (rest - 1) == 0 == rest % LEAST_PART
+    return is_one and is_even and is_shaped and is_same_size and is_deep and has_rows
 
 
 def _runs_ahead(tile: Tile, depth: int) -> bool:

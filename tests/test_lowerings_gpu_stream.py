@@ -67,7 +67,7 @@ def check(case: Problem, pair: Any, repeats: int = 4) -> None:
 @pytest.mark.parametrize(("H", "I"), [(512, 384), (528, 400), (640, 896), (384, 1168), (2048, 768)])
 def test_every_size_gives_the_same_bits(H: int, I: int, word: str, pair: Any) -> None:  # noqa: E741
     """Depths and widths that no block divides, rows of the intermediate in one read and in two."""
-    for T in (1, 9, 40, 150):
+    for T in (1, 9, 40, 150, 300):
         check(with_scheme(problem(T, T=T, H=H, I=I, E=8, K=2), word).to("cuda"), pair)
 
 
@@ -145,7 +145,7 @@ def test_weights_that_the_graph_computes_are_waited_for(word: str) -> None:
             assert torch.equal(compiled(case.w13, case.w2), expected)
 
 
-@pytest.mark.parametrize("sizes", [(40,), (3, 32, 33, 96, 97, 400)])
+@pytest.mark.parametrize("sizes", [(40,), (3, 32, 33, 96, 97, 200, 201, 288, 289, 400)])
 def test_graphs_give_the_same_bits(sizes: tuple[int, ...]) -> None:
     """Compiled, by the tables: for one size, and for any on both sides of every step."""
     case = problem(8, T=400, H=512, I=384, E=16, K=4).to("cuda")

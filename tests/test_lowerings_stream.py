@@ -54,10 +54,14 @@ def test_two_programs_fit_a_multiprocessor(name: str, pair: tuple[Tile, Tile]) -
         tiles.shared_memory(tile, Product(128, 8, 512, 512, panels), HOPPER)
         for tile, panels in zip(pair, (2, 1), strict=True)
     ]
-    assert max(taken) - tiles.STREAM_BYTES < shared <= max(taken)
-    assert 2 * (shared + PROGRAM_BYTES) <= MULTIPROCESSOR_BYTES
+    assert max(taken) - tiles.MORE_STREAM_BYTES < shared <= max(taken)
     assert f".maxnreg {stream.REGISTERS}" in text and f".reqntid {32 * WARPS}" in text
     assert 2 * 32 * WARPS * stream.REGISTERS <= MULTIPROCESSOR_REGISTERS
+    if name == "fp32" and pair[0].block_m == 80:
+        # The one kernel of which a multiprocessor has no room for two: values change hands in fp32.
+        assert shared + PROGRAM_BYTES <= MULTIPROCESSOR_BYTES < 2 * (shared + PROGRAM_BYTES)
+        return
+    assert 2 * (shared + PROGRAM_BYTES) <= MULTIPROCESSOR_BYTES
     assert "STACK:0" in disassembled(compiled, "-res-usage"), "registers do not suffice"
 
 
@@ -107,12 +111,14 @@ def test_it_is_chosen_for_few_rows_of_gated_layers(monkeypatch: pytest.MonkeyPat
     def loads(*pair: Product, has: Features | None = None, **mode: bool) -> str:
         return variants.choose(*pair, HOPPER, has or Features(), **mode).up.loads
 
-    assert [loads(*products_of(T)) for T in (16, 128, 129, 384, 385)] == [
-        *["stream"] * 4,
-        "weights",
+    found = [
+        variants.choose(*products_of(T), HOPPER, Features()).up
+        for T in (16, 128, 129, 384, 385, 800, 801, 1024, 1025)
     ]
-    rows = [variants.choose(*products_of(T), HOPPER, Features()).up.block_m for T in (128, 129)]
-    assert rows == [16, 32]
+    assert [tile.block_m for tile in found] == [16, 16, 32, 32, 64, 64, 80, 80, 128]
+    assert [tile.loads for tile in found] == [*["stream"] * 8, "async"]
+    # Few large experts and deep ones have more to lose.
+    assert loads(*products_of(25, E=8)) == "weights"
     assert variants.choose(*products_of(1), HOPPER, Features()).name == "decode"
     assert loads(*products_of(64, panels=1)) == "pointers"
     assert loads(*products_of(64, I=256)) == "pointers"
@@ -130,7 +136,13 @@ def test_a_graph_of_any_size_has_steps_for_it() -> None:
     found = variants.schedule(*products_of(64), HOPPER, Features())
     assert found is not None
     steps = [(most, variant.up.loads, variant.up.block_m) for most, variant in found.steps]
-    assert steps[:3] == [(1024, "stream", 16), (3072, "stream", 32), (6144, "weights", 64)]
+    assert steps[:5] == [
+        (1024, "stream", 16),
+        (3072, "stream", 32),
+        (6400, "stream", 64),
+        (8192, "stream", 80),
+        (25600, "async", 128),
+    ]
     # Up to as many contributions as start early, though an expert could get more.
     found = variants.schedule(*products_of(64, E=512), HOPPER, Features())
     assert found is not None
@@ -155,6 +167,7 @@ UP, DOWN = variant_tables.STREAM_PAIRS[0]
         (UP, replace(DOWN, block_n=256, block_k=128)),
         (UP, replace(DOWN, block_k=128)),
         (UP, replace(DOWN, block_m=32)),
+        *((replace(UP, block_m=m), replace(DOWN, block_m=m)) for m in (8, 24, 112, 128)),
         (UP, replace(DOWN, num_stages=2)),
         (UP, replace(DOWN, loads="both")),
     ],
@@ -282,7 +295,15 @@ def test_steps_and_tiles_cover_a_layer(H: int, I: int, pair: tuple[Tile, Tile]) 
     assert 0 <= launch["down_steps"] * down.block_k - I < down.block_k
     assert (launch["hidden"], launch["intermediate"]) == (H, I)
     assert launch["ROWS"] == place["BLOCK_M"] == up.block_m
-    assert launch["a1"].block_shape == launch["a2"].block_shape == [up.block_m, stream.BOX_K]
+    # Parts of a tile's rows: the larger is a power of two, and where it suffices there is no other.
+    first = {16: 16, 32: 32, 64: 64, 80: 64}[up.block_m]
+    assert launch["a1"].block_shape == launch["a2"].block_shape == [first, stream.BOX_K]
+    for name, whole in (("b1", launch["a1"]), ("b2", launch["a2"])):
+        if first == up.block_m:
+            assert launch[name] is None
+        else:
+            assert launch[name].block_shape == [up.block_m - first, stream.BOX_K]
+            assert launch[name].base is whole.base
     # The kernel's own account of a step: boxes of weights, of gate and up, or side by side.
     assert launch["BOXES"] * stream.BOX_K * stream.PANEL == 2 * up.block_n * up.block_k
     assert launch["BOXES"] * stream.BOX_K * stream.PANEL == down.block_n * down.block_k
