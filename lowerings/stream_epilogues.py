@@ -1,6 +1,6 @@
-"""What becomes of the sums of a piece of stream_pieces.py, part by part of its rows (Gluon, Hopper).
+"""What becomes of the sums of stream_pieces.py, by parts of a tile's rows (Gluon, Hopper).
 
-T tokens, H hidden, I intermediate, E local experts, K experts per token; PIECE and SIZES as in
+T tokens, H hidden, I intermediate, E local experts, K experts per token; pieces and SIZES as in
 stream_tiles.py. What is read is read before a piece's products, what is computed comes after them.
 """
 
@@ -81,7 +81,7 @@ def store_panel(
 
 
 @gluon.jit
-def first_operands(
+def scales_of(
     a_scale_ptr,
     piece,
     SIZES: gl.constexpr,
@@ -89,7 +89,7 @@ def first_operands(
     HAS_ROW_SCALE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Return what the first product needs beside a part's sums: its rows' scales."""
+    """Return the scales of a part's rows as its sums lie, or one for all."""
     return row_scales(a_scale_ptr, rows_of(piece, SIZES, PART, num_warps), True, HAS_ROW_SCALE)
 
 
@@ -110,7 +110,7 @@ def store_first(
     POLICY: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Store a part's rows of a piece of the first product: the result, or codes by a given scale."""
+    """Store a part's rows of the first product: the result, or codes by a given scale."""
     middle_ptr, codes_ptr, code_scale_ptr = rows
     ROWS: gl.constexpr = part_rows(SIZES[0], PART)
     here = (

@@ -18,8 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .dependent_launch import let_next_start, wait_for_earlier
 from .stream_epilogues import (
     columns_of,
-    first_operands,
-    rows_of,
+    scales_of,
     second_operands,
     store_first,
     store_second,
@@ -36,7 +35,7 @@ from .stream_tiles import (
     read_note,
     write_note,
 )
-from .tile_epilogues import column_values, gate_columns, row_scales
+from .tile_epilogues import column_values, gate_columns
 
 
 @gluon.jit
@@ -81,8 +80,9 @@ def add_step(ring, at, sums, SIZES: gl.constexpr, PANELS: gl.constexpr, IS_FIRST
     if not IS_FIRST:
         # For these warps; others may still read.
         if PARTS == 2:
-            sums = one, two, more, last
-            one, two, more, last = warpgroup_mma_wait(num_outstanding=2 * BOXES, deps=sums)
+            one, two, more, last = warpgroup_mma_wait(
+                num_outstanding=2 * BOXES, deps=(one, two, more, last)
+            )
             more, last = warpgroup_mma_init(more), warpgroup_mma_init(last)
         else:
             one, two = warpgroup_mma_wait(num_outstanding=BOXES, deps=(one, two))
@@ -105,10 +105,12 @@ def begin_sums(ring, at, SIZES: gl.constexpr, PANELS: gl.constexpr, num_warps: g
 
     By itself, for it need not read zeros, and as rows that were waited for are there then.
     """
-    sums = zeros_of(SIZES, 0, num_warps), zeros_of(SIZES, 0, num_warps)
+    one, two = zeros_of(SIZES, 0, num_warps), zeros_of(SIZES, 0, num_warps)
     if parts_of(SIZES[0]) == 2:
-        sums = sums[0], sums[1], zeros_of(SIZES, 1, num_warps), zeros_of(SIZES, 1, num_warps)
-    return add_step(ring, at, sums, SIZES, PANELS, True)
+        more, last = zeros_of(SIZES, 1, num_warps), zeros_of(SIZES, 1, num_warps)
+        return add_step(ring, at, (one, two, more, last), SIZES, PANELS, True)
+    else:
+        return add_step(ring, at, (one, two), SIZES, PANELS, True)
 
 
 @gluon.jit
@@ -152,10 +154,10 @@ def first_piece(
     columns = gate_columns(
         w_scale_ptr, bias_ptr, expert.to(gl.int64), column, width, True, HAS_BIAS, SCALE_COLUMNS
     )
-    scales = (first_operands(a_scale_ptr, piece, SIZES, 0, HAS_ROW_SCALE, num_warps),)
+    scale = scales_of(a_scale_ptr, piece, SIZES, 0, HAS_ROW_SCALE, num_warps)
+    rest = scale
     if PARTS == 2:
-        rest = first_operands(a_scale_ptr, piece, SIZES, 1, HAS_ROW_SCALE, num_warps)
-        scales = scales[0], rest
+        rest = scales_of(a_scale_ptr, piece, SIZES, 1, HAS_ROW_SCALE, num_warps)
     sums, at = begin_sums(ring, at, SIZES, 2, num_warps)
     sums, at = end_sums(ring, at, sums, steps, SIZES, 2)
     for part in gl.static_range(PARTS):
@@ -163,7 +165,7 @@ def first_piece(
             store_first(
                 rows,
                 (sums[2 * part], sums[2 * part + 1]),
-                scales[part],
+                scale if part == 0 else rest,
                 columns,
                 piece,
                 width,
@@ -203,27 +205,26 @@ def second_piece(
     a_scale_ptr, w_scale_ptr, bias_ptr = weight
     _kind, _tile, expert, first, end, block = piece
     expert = expert.to(gl.int64)
-    operands = (second_operands(routed, piece, SIZES, 0, HAS_ROUTER_WEIGHT, num_warps),)
+    operands = second_operands(routed, piece, SIZES, 0, HAS_ROUTER_WEIGHT, num_warps)
+    rest = operands
     if PARTS == 2:
         rest = second_operands(routed, piece, SIZES, 1, HAS_ROUTER_WEIGHT, num_warps)
-        operands = operands[0], rest
     column = columns_of(block * PANELS, width, part_rows(SIZES[0], 0), num_warps)
     columns = column_values(
         w_scale_ptr, bias_ptr, expert, column, width, 1, 0, HAS_BIAS, SCALE_COLUMNS
     )
-    columns = (columns,)
+    others = columns
     if PANELS == 2:
         column = gl.minimum(column + PANEL, width - 1)
         others = column_values(
             w_scale_ptr, bias_ptr, expert, column, width, 1, 0, HAS_BIAS, SCALE_COLUMNS
         )
-        columns = columns[0], others
     sums, at = begin_sums(ring, at, SIZES, PANELS, num_warps)
     # The rows are there, and so are their scales.
-    scales = (row_scales(a_scale_ptr, rows_of(piece, SIZES, 0, num_warps), True, not IS_STATIC),)
+    scale = scales_of(a_scale_ptr, piece, SIZES, 0, not IS_STATIC, num_warps)
+    rest_scale = scale
     if PARTS == 2:
-        row = rows_of(piece, SIZES, 1, num_warps)
-        scales = scales[0], row_scales(a_scale_ptr, row, True, not IS_STATIC)
+        rest_scale = scales_of(a_scale_ptr, piece, SIZES, 1, not IS_STATIC, num_warps)
     sums, at = end_sums(ring, at, sums, steps, SIZES, PANELS)
     for part in gl.static_range(PARTS):
         if (part == 0) or (first + part_rows(SIZES[0], 0) < end):
@@ -231,9 +232,9 @@ def second_piece(
                 store_second(
                     out_ptr,
                     sums[2 * part + turn],
-                    scales[part],
-                    columns[turn],
-                    operands[part],
+                    scale if part == 0 else rest_scale,
+                    columns if turn == 0 else others,
+                    operands if part == 0 else rest,
                     piece,
                     block * PANELS + turn,
                     width,

@@ -102,6 +102,23 @@ def test_warps_wait_for_each_other(name: str) -> None:
     assert text.count("griddepcontrol.wait;") == 3
 
 
+@pytest.mark.parametrize("pair", variant_tables.STREAM_PAIRS)
+def test_results_stay_in_L2_until_they_are_read(pair: tuple[Tile, Tile]) -> None:
+    """Those of few rows; the sum lets them go."""
+    with variants.forced(Variant("fused", *pair)):
+        launches = offline.record(call(64, I=512), "sm_90")
+    stream_text, sum_text = (
+        offline.assembly(offline.compile_launch(launch, "sm_90")) for launch in launches[2:]
+    )
+    kept = stream_text.count("createpolicy.fractional.L2::evict_last")
+    stores = len(re.findall(r"st\.global\.L1::evict_last\.L2::cache_hint\S*", stream_text))
+    assert (kept > 0) == (stores > 0) == (pair[0].block_m <= stream.KEPT_ROWS)
+    # The result, its codes and the second product's; not scales, which are few.
+    plain = re.findall(r"st\.global(?!\.L1)\S*", stream_text)
+    assert not stores or set(plain) <= {"st.global.b32"}
+    assert "L2::evict_first" in sum_text and "evict_last" not in sum_text
+
+
 def products_of(T: int, E: int = 128, panels: int = 2, I: int = 768) -> tuple[Product, Product]:  # noqa: E741
     """Return both products of T tokens at 8 experts each."""
     return Product(8 * T, E, 2048, I, panels, 1, 8), Product(8 * T, E, I, 2048, 1, 1, 8)
