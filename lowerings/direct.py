@@ -18,7 +18,7 @@ SOURCE: Final = Path(__file__).with_name("cpp") / "launch.c"
 CONSTANT, ADDRESS, SCRATCH, OUTPUT, MAP = range(5)
 MOST_PARAMETERS: Final = 64
 MOST_ADDRESSES: Final = 16
-MOST_MAPS: Final = 4
+MOST_MAPS: Final = 6
 MOST_RANK: Final = 5
 NUMBER_BYTES: Final = 8
 

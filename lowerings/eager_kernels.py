@@ -386,7 +386,7 @@ def combine_kernel(
     for slot in tl.static_range(TOP_K):
         is_live = tl.load(local_ptr + token * TOP_K + slot) >= 0
         row = contributions_ptr + (token * TOP_K + slot) * width
-        # Nobody reads them again, though stream_kernels.py had them kept in L2.
+        # Read for the last time: what stream_kernels.py keeps in L2 need not stay.
         is_wanted = is_inside & is_live
         value = tl.load(row + column, mask=is_wanted, other=0.0, eviction_policy="evict_first")
         total += value.to(tl.float32)

@@ -25,6 +25,7 @@ from . import (
     tiles,
     variant_layers,
     variant_rows,
+    variant_tables,
     variants,
 )
 from .eager import scale_columns
@@ -69,7 +70,10 @@ def lower(call: Any) -> ir.TensorBox:
     # Wrappers in C++ get the templates, whatever the size.
     is_scheduled = not is_sized and not V.graph.cpp_wrapper
     is_early = gpu_variants.starts_early(up.contributions, device)
-    mode = {"is_sized": is_sized, "is_early": is_early and not is_tuned()}
+    # Tiles that are compared are those of templates, which come before the tables at few rows.
+    rows = tiles.rows_per_expert(up.contributions, up.experts)
+    is_compared = is_tuned() and rows <= variant_tables.FEW_ROWS
+    mode = {"is_sized": is_sized, "is_early": is_early and not is_compared}
     # Asking for the features realizes the weights and guards their strides: only where they count.
     asked = variants.asked_for(up, down, device, **mode)
     early = {"is_early": gpu_variants.starts_early(1, device)}

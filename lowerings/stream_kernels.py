@@ -30,14 +30,14 @@ def stream_kernel(
     middle_ptr,  # [T*K, I] by position, in the result dtype; unused if IS_STATIC
     codes_ptr,  # [T*K, I] its codes
     code_scale_ptr,  # [T*K] fp32 of their rows, or one value if IS_STATIC
-    a1,  # descriptor of [T*K, H] codes in expert order, by [first part of ROWS, 128]
+    a1,  # descriptor of [T*K, H] codes in expert order, by [head, 128]
     a1_scale_ptr,
     w1,  # descriptor of [E * 2 * I, H] codes, by [64, 128]
     w1_scale_ptr,
     w1_bias_ptr,
     a2,  # descriptor of codes_ptr, as a1
     w2,  # descriptor of [E * H, I] codes, by [64, 128]
-    b1,  # a1 and a2 for the second part of a tile's rows, or None
+    b1,  # as a1 and a2, by [rest, 128], or None where a tile has no rest
     b2,
     w2_scale_ptr,
     w2_bias_ptr,
@@ -65,7 +65,7 @@ def stream_kernel(
     DTYPE: gl.constexpr,  # name of the result dtype
     IS_STATIC: gl.constexpr,  # the intermediate is quantised by a given scale
     IS_WHOLE: gl.constexpr,  # its rows are quantised in one read
-    ROWS: gl.constexpr,  # of a tile, one power of two or two; the next three as in start_ring
+    ROWS: gl.constexpr,  # of a tile: head and rest; the next three as in start_ring
     STAGES: gl.constexpr,
     BOXES: gl.constexpr,
     DOWN_PANELS: gl.constexpr,
@@ -94,8 +94,8 @@ def stream_kernel(
     down_blocks = gl.cdiv(hidden, DOWN_PANELS * PANEL)
     work = (tiles_ptr, progress_ptr, gl.load(tiles_ptr), up_blocks, down_blocks)
     # Triton 3.6 returns no tuple with None in it.
-    seconds = (b1, b2) if parts_of(ROWS) == 2 else (a1, a2)
-    ring = start_ring((w1, w2), (a1, a2), seconds, SIZES)
+    rests = (b1, b2) if parts_of(ROWS) == 2 else (a1, a2)
+    ring = start_ring((w1, w2), (a1, a2), rests, SIZES)
     pieces = start_notes(PIECES_AHEAD, PIECE_READERS)
     stored = start_notes(STORED_AHEAD, 1)
     fence_async_shared()

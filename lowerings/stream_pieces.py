@@ -29,6 +29,7 @@ from .stream_tiles import (
     PIECES_AHEAD,
     STORED_AHEAD,
     barrier,
+    has_rest,
     next_of,
     part_rows,
     parts_of,
@@ -51,44 +52,44 @@ def give_back(ring, at, STAGES: gl.constexpr):
 def add_step(ring, at, sums, SIZES: gl.constexpr, PANELS: gl.constexpr, IS_FIRST: gl.constexpr):
     """Begin to add the products of one depth step, and give back the buffers of the one before.
 
-    sums: of two panels, the second unused if PANELS is 1, for each part of the rows.
+    sums: of two panels, the second unused if PANELS is 1, of a tile's head, then of its rest.
     """
     BOXES: gl.constexpr = SIZES[2]
     ROW_BOXES: gl.constexpr = SIZES[2] // SIZES[3]
     PARTS: gl.constexpr = parts_of(SIZES[0])
     weights, ordered, full, _empty = ring
     _w1, _w2, w_buffers = weights
-    _firsts, _seconds, a_buffers, b_buffers = ordered
+    _heads, _rests, head_buffers, rest_buffers = ordered
     slot, phase = at
     one, two = sums[0], sums[1]
-    more, last = sums[2 * PARTS - 2], sums[2 * PARTS - 1]
+    rest_one, rest_two = sums[2 * PARTS - 2], sums[2 * PARTS - 1]
     mbarrier.wait(full.index(slot), phase)
     for box in gl.static_range(BOXES):
         buffer = slot * ROW_BOXES + box // PANELS
-        rows = a_buffers.index(buffer).permute((1, 0))
-        rest = b_buffers.index(buffer).permute((1, 0))
+        rows = head_buffers.index(buffer).permute((1, 0))
+        rest = rest_buffers.index(buffer).permute((1, 0))
         codes = w_buffers.index(slot * BOXES + box)
         use_acc = not IS_FIRST or box >= PANELS
         if PANELS == 2 and box % 2 == 1:
             two = warpgroup_mma(codes, rows, two, use_acc=use_acc, is_async=True)
             if PARTS == 2:
-                last = warpgroup_mma(codes, rest, last, use_acc=use_acc, is_async=True)
+                rest_two = warpgroup_mma(codes, rest, rest_two, use_acc=use_acc, is_async=True)
         else:
             one = warpgroup_mma(codes, rows, one, use_acc=use_acc, is_async=True)
             if PARTS == 2:
-                more = warpgroup_mma(codes, rest, more, use_acc=use_acc, is_async=True)
+                rest_one = warpgroup_mma(codes, rest, rest_one, use_acc=use_acc, is_async=True)
     if not IS_FIRST:
         # For these warps; others may still read.
         if PARTS == 2:
-            one, two, more, last = warpgroup_mma_wait(
-                num_outstanding=2 * BOXES, deps=(one, two, more, last)
+            one, two, rest_one, rest_two = warpgroup_mma_wait(
+                num_outstanding=2 * BOXES, deps=(one, two, rest_one, rest_two)
             )
-            more, last = warpgroup_mma_init(more), warpgroup_mma_init(last)
+            rest_one, rest_two = warpgroup_mma_init(rest_one), warpgroup_mma_init(rest_two)
         else:
             one, two = warpgroup_mma_wait(num_outstanding=BOXES, deps=(one, two))
         one, two = warpgroup_mma_init(one), warpgroup_mma_init(two)
         give_back(ring, at, SIZES[1])
-    sums = (one, two, more, last) if PARTS == 2 else (one, two)
+    sums = (one, two, rest_one, rest_two) if PARTS == 2 else (one, two)
     return sums, next_of(slot, phase, SIZES[1])
 
 
@@ -107,8 +108,8 @@ def begin_sums(ring, at, SIZES: gl.constexpr, PANELS: gl.constexpr, num_warps: g
     """
     one, two = zeros_of(SIZES, 0, num_warps), zeros_of(SIZES, 0, num_warps)
     if parts_of(SIZES[0]) == 2:
-        more, last = zeros_of(SIZES, 1, num_warps), zeros_of(SIZES, 1, num_warps)
-        return add_step(ring, at, (one, two, more, last), SIZES, PANELS, True)
+        rest_one, rest_two = zeros_of(SIZES, 1, num_warps), zeros_of(SIZES, 1, num_warps)
+        return add_step(ring, at, (one, two, rest_one, rest_two), SIZES, PANELS, True)
     else:
         return add_step(ring, at, (one, two), SIZES, PANELS, True)
 
@@ -149,23 +150,23 @@ def first_piece(
     """Compute and store a piece of the first product: the result, or codes by a given scale."""
     PARTS: gl.constexpr = parts_of(SIZES[0])
     a_scale_ptr, w_scale_ptr, bias_ptr = weight
-    _kind, _tile, expert, first, end, block = piece
+    _kind, _tile, expert, _first, _end, block = piece
     column = columns_of(block, width, part_rows(SIZES[0], 0), num_warps)
     columns = gate_columns(
         w_scale_ptr, bias_ptr, expert.to(gl.int64), column, width, True, HAS_BIAS, SCALE_COLUMNS
     )
     scale = scales_of(a_scale_ptr, piece, SIZES, 0, HAS_ROW_SCALE, num_warps)
-    rest = scale
+    rest_scale = scale
     if PARTS == 2:
-        rest = scales_of(a_scale_ptr, piece, SIZES, 1, HAS_ROW_SCALE, num_warps)
+        rest_scale = scales_of(a_scale_ptr, piece, SIZES, 1, HAS_ROW_SCALE, num_warps)
     sums, at = begin_sums(ring, at, SIZES, 2, num_warps)
     sums, at = end_sums(ring, at, sums, steps, SIZES, 2)
     for part in gl.static_range(PARTS):
-        if (part == 0) or (first + part_rows(SIZES[0], 0) < end):
+        if (part == 0) or has_rest(piece, SIZES):
             store_first(
                 rows,
                 (sums[2 * part], sums[2 * part + 1]),
-                scale if part == 0 else rest,
+                scale if part == 0 else rest_scale,
                 columns,
                 piece,
                 width,
@@ -203,20 +204,20 @@ def second_piece(
     PANELS: gl.constexpr = SIZES[3]
     PARTS: gl.constexpr = parts_of(SIZES[0])
     a_scale_ptr, w_scale_ptr, bias_ptr = weight
-    _kind, _tile, expert, first, end, block = piece
+    _kind, _tile, expert, _first, _end, block = piece
     expert = expert.to(gl.int64)
     operands = second_operands(routed, piece, SIZES, 0, HAS_ROUTER_WEIGHT, num_warps)
-    rest = operands
+    rest_operands = operands
     if PARTS == 2:
-        rest = second_operands(routed, piece, SIZES, 1, HAS_ROUTER_WEIGHT, num_warps)
+        rest_operands = second_operands(routed, piece, SIZES, 1, HAS_ROUTER_WEIGHT, num_warps)
     column = columns_of(block * PANELS, width, part_rows(SIZES[0], 0), num_warps)
     columns = column_values(
         w_scale_ptr, bias_ptr, expert, column, width, 1, 0, HAS_BIAS, SCALE_COLUMNS
     )
-    others = columns
+    next_columns = columns
     if PANELS == 2:
         column = gl.minimum(column + PANEL, width - 1)
-        others = column_values(
+        next_columns = column_values(
             w_scale_ptr, bias_ptr, expert, column, width, 1, 0, HAS_BIAS, SCALE_COLUMNS
         )
     sums, at = begin_sums(ring, at, SIZES, PANELS, num_warps)
@@ -227,14 +228,14 @@ def second_piece(
         rest_scale = scales_of(a_scale_ptr, piece, SIZES, 1, not IS_STATIC, num_warps)
     sums, at = end_sums(ring, at, sums, steps, SIZES, PANELS)
     for part in gl.static_range(PARTS):
-        if (part == 0) or (first + part_rows(SIZES[0], 0) < end):
+        if (part == 0) or has_rest(piece, SIZES):
             for turn in gl.static_range(PANELS):
                 store_second(
                     out_ptr,
                     sums[2 * part + turn],
                     scale if part == 0 else rest_scale,
-                    columns if turn == 0 else others,
-                    operands if part == 0 else rest,
+                    columns if turn == 0 else next_columns,
+                    operands if part == 0 else rest_operands,
                     piece,
                     block * PANELS + turn,
                     width,

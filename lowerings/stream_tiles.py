@@ -12,9 +12,9 @@ first; four multiply and store (stream_pieces.py); one counts what is stored and
 (stream_rows.py). They tell each other of pieces by notes in shared memory.
 
 Weights are the wide operand, 64 of them an instruction, with a multiple of eight rows: a tile of
-few rows multiplies little more than it has. Its rows may be a power of two and a smaller one, of
-which the second part is loaded where there are so many: the weights of an expert that gets somewhat
-more rows than most are still read once.
+few rows multiplies little more than it has. Its rows may be a head and a rest, two powers of two,
+as a tensor has one; the rest is loaded where there are so many. So the weights of an expert that
+gets somewhat more rows than most are still read once.
 """
 
 from __future__ import annotations
@@ -53,23 +53,29 @@ def next_of(slot, phase, COUNT: gl.constexpr):
 
 @gluon.constexpr_function
 def parts_of(rows):
-    """Return how many parts a tile's rows have."""
+    """Return how many parts a tile's rows have: 1 if a power of two, else head and rest."""
     return 1 if rows & (rows - 1) == 0 else 2
 
 
 @gluon.constexpr_function
 def part_rows(rows, part):
-    """Return the rows of a part of a tile: the largest power of two, or what is left of them."""
-    first = 1 << rows.bit_length() - 1
-    return first if part == 0 else rows - first
+    """Return the rows of a tile's head, the largest power of two, or of the rest."""
+    head = 1 << rows.bit_length() - 1
+    return head if part == 0 else rows - head
 
 
 @gluon.jit
-def start_ring(weights, firsts, seconds, SIZES: gl.constexpr):
+def has_rest(piece, SIZES: gl.constexpr):
+    """Say whether a piece has more rows than the head of a tile."""
+    return piece[3] + part_rows(SIZES[0], 0) < piece[4]
+
+
+@gluon.jit
+def start_ring(weights, heads, rests, SIZES: gl.constexpr):
     """Return descriptors and empty buffers of weights and rows, and their barriers: full and empty.
 
-    weights: descriptors of both products'; firsts, seconds: those of rows, for the first and the
-    second part of a tile's. Where they have no second part, its buffers are those of the first.
+    weights: descriptors of both products'; heads, rests: those of rows, for the head and the rest
+    of a tile's. Where there is no rest, its buffers are those of the head.
     SIZES: (rows of a tile, buffers, boxes of weights a step, panels of a piece of the second
     product). Its steps are deeper where it has one panel.
     """
@@ -78,21 +84,22 @@ def start_ring(weights, firsts, seconds, SIZES: gl.constexpr):
     BOXES: gl.constexpr = SIZES[2]
     ROW_BOXES: gl.constexpr = SIZES[2] // SIZES[3]
     w_layout: gl.constexpr = weights[0].layout
-    a_layout: gl.constexpr = firsts[0].layout
-    FIRST: gl.constexpr = part_rows(ROWS, 0)
-    a_buffers = gl.allocate_shared_memory(gl.int8, [STAGES * ROW_BOXES, FIRST, BOX_K], a_layout)
-    b_buffers = a_buffers
+    a_layout: gl.constexpr = heads[0].layout
+    HEAD: gl.constexpr = part_rows(ROWS, 0)
+    head_buffers = gl.allocate_shared_memory(gl.int8, [STAGES * ROW_BOXES, HEAD, BOX_K], a_layout)
+    rest_buffers = head_buffers
     if parts_of(ROWS) == 2:
-        b_layout: gl.constexpr = seconds[0].layout
-        REST: gl.constexpr = part_rows(ROWS, 1)
-        b_buffers = gl.allocate_shared_memory(gl.int8, [STAGES * ROW_BOXES, REST, BOX_K], b_layout)
+        b_layout: gl.constexpr = rests[0].layout
+        SHAPE: gl.constexpr = [STAGES * ROW_BOXES, part_rows(ROWS, 1), BOX_K]
+        rest_buffers = gl.allocate_shared_memory(gl.int8, SHAPE, b_layout)
     w_buffers = gl.allocate_shared_memory(gl.int8, [STAGES * BOXES, PANEL, BOX_K], w_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=2)
         mbarrier.init(empty.index(slot), count=1)
-    return (weights[0], weights[1], w_buffers), (firsts, seconds, a_buffers, b_buffers), full, empty
+    rows = (heads, rests, head_buffers, rest_buffers)
+    return (weights[0], weights[1], w_buffers), rows, full, empty
 
 
 @gluon.jit
@@ -223,30 +230,30 @@ def ask_for_weights(ring, pieces, work, steps, widths, SIZES: gl.constexpr, GROU
 
 @gluon.jit
 def request_rows(ring, slot, step, piece, PRODUCT: gl.constexpr, SIZES: gl.constexpr):
-    """Ask for the rows of one depth step, of their second part where the tile has so many.
+    """Ask for the rows of one depth step, of a tile's rest where it has one.
 
     PRODUCT: 0 or 1. Past their ends descriptors read zeros. What is not asked for is whatever the
     buffer has, and so are sums that nobody stores.
     """
     ROWS: gl.constexpr = SIZES[0]
-    FIRST: gl.constexpr = part_rows(ROWS, 0)
+    HEAD: gl.constexpr = part_rows(ROWS, 0)
     ROW_BOXES: gl.constexpr = SIZES[2] // SIZES[3]
     BOXES: gl.constexpr = SIZES[2] // 2 if PRODUCT == 0 else ROW_BOXES
     _weights, rows, full, _empty = ring
-    firsts, seconds, buffers, others = rows
-    first, end = piece[3], piece[4]
-    is_long = first + FIRST < end
+    heads, rests, head_buffers, rest_buffers = rows
+    first = piece[3]
+    is_whole = has_rest(piece, SIZES)
     ready = full.index(slot)
     if parts_of(ROWS) == 2:
-        mbarrier.expect(ready, BOXES * ROWS * BOX_K, pred=is_long)
-        mbarrier.expect(ready, BOXES * FIRST * BOX_K, pred=is_long ^ True)
+        mbarrier.expect(ready, BOXES * ROWS * BOX_K, pred=is_whole)
+        mbarrier.expect(ready, BOXES * HEAD * BOX_K, pred=is_whole ^ True)
     else:
-        mbarrier.expect(ready, BOXES * FIRST * BOX_K)
+        mbarrier.expect(ready, BOXES * HEAD * BOX_K)
     for box in gl.static_range(BOXES):
         depth, at = (step * BOXES + box) * BOX_K, slot * ROW_BOXES + box
-        descriptor, buffer = firsts[PRODUCT], buffers.index(at)
+        descriptor, buffer = heads[PRODUCT], head_buffers.index(at)
         tma.async_copy_global_to_shared(descriptor, [first, depth], ready, buffer)
         if parts_of(ROWS) == 2:
-            descriptor, buffer = seconds[PRODUCT], others.index(at)
-            corner = [first + FIRST, depth]
-            tma.async_copy_global_to_shared(descriptor, corner, ready, buffer, pred=is_long)
+            descriptor, buffer = rests[PRODUCT], rest_buffers.index(at)
+            corner = [first + HEAD, depth]
+            tma.async_copy_global_to_shared(descriptor, corner, ready, buffer, pred=is_whole)

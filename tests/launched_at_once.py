@@ -187,6 +187,8 @@ def cases() -> dict[str, Problem]:
         "tiles by descriptor": problem(1, T=900, **{**sizes, "dtype": torch.float16}),
         "asynchronous": problem(1, T=1200, H=512, I=384, E=8, K=2),
         "in one launch": problem(1, T=40, H=512, I=384, E=8, K=2),
+        "in one launch, 64 rows": problem(1, T=240, H=512, I=384, E=24, K=4),
+        "in one launch, 80 rows": problem(1, T=400, H=512, I=384, E=24, K=4),
         "in one launch, static": with_scheme(problem(1, T=40, H=512, I=384, E=8, K=2), "static"),
     }
 

@@ -28,6 +28,14 @@ pytestmark = [
 PAIRS = variant_tables.STREAM_PAIRS
 
 
+def chosen(case: Problem) -> Variant:
+    """Return what the tables choose for a call."""
+    call = ExpertsArguments(*case.args, **case.options)
+    device = eager.facts_of(case.hidden_states.device)
+    features = eager_variants.features_of(call)
+    return variants.choose(*eager.layer_products(call), device, features)
+
+
 def run_apart(case: Problem) -> torch.Tensor:
     """Return the result by the kernels that take every call."""
     call = ExpertsArguments(*case.args, **case.options)
@@ -75,8 +83,19 @@ def test_every_size_gives_the_same_bits(H: int, I: int, word: str, pair: Any) ->
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_every_dtype_gives_the_same_bits(dtype: torch.dtype, pair: Any) -> None:
     biases = {"w13_bias": torch.randn(8, 768), "w2_bias": torch.randn(8, 512)}
-    case = problem(4, T=70, H=512, I=384, E=8, K=2, dtype=dtype, alpha=1.7, beta=1.0, limit=2.0)
-    check(case.with_(**biases).to("cuda"), pair)
+    # Some 17 rows an expert, and 70, of which a tile of 80 has two parts.
+    for T in (70, 280):
+        case = problem(4, T=T, H=512, I=384, E=8, K=2, dtype=dtype, alpha=1.7, beta=1.0, limit=2.0)
+        check(case.with_(**biases).to("cuda"), pair)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("columns", [1, 2])
+def test_every_weight_scale_gives_the_same_bits(columns: int, pair: Any) -> None:
+    """One for a weight, or one each for gate and up."""
+    case = problem(12, T=280, H=512, I=384, E=8, K=2)
+    scales = {"w13_scale": torch.rand(8, columns) / 1000, "w2_scale": torch.rand(8, 1) / 1000}
+    check(case.with_(**scales).to("cuda"), pair)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -117,10 +136,13 @@ def test_two_streams_get_along() -> None:
 
 def test_repeated_calls_give_the_same_bits() -> None:
     """By the tables; from the second one on they are launched without being checked again."""
-    for T in (8, 40, 150):
-        case = problem(9, T=T, H=512, I=384, E=16, K=4).to("cuda")
+    found = []
+    for T in (8, 100, 240, 400):
+        case = problem(9, T=T, H=512, I=384, E=24, K=4).to("cuda")
+        found.append(chosen(case).up.block_m)
         expected = run_apart(case)
         assert all(torch.equal(case.run(), expected) for _ in range(4))
+    assert found == [16, 32, 64, 80]
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -145,10 +167,14 @@ def test_weights_that_the_graph_computes_are_waited_for(word: str) -> None:
             assert torch.equal(compiled(case.w13, case.w2), expected)
 
 
-@pytest.mark.parametrize("sizes", [(40,), (3, 32, 33, 96, 97, 200, 201, 288, 289, 400)])
+@pytest.mark.parametrize(
+    "sizes", [(40,), (240,), (400,), (3, 48, 49, 144, 145, 300, 301, 432, 433)]
+)
 def test_graphs_give_the_same_bits(sizes: tuple[int, ...]) -> None:
     """Compiled, by the tables: for one size, and for any on both sides of every step."""
-    case = problem(8, T=400, H=512, I=384, E=16, K=4).to("cuda")
+    case = problem(8, T=433, H=512, I=384, E=24, K=4).to("cuda")
+    tiles = [chosen(case.rows(slice(0, T))).up for T in (48, 144, 300, 432, 433)]
+    assert [tile.block_m for tile in tiles] == [16, 32, 64, 80, 128]
 
     def layer(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return case.with_(hidden_states=x, topk_weights=weights, topk_ids=ids).run()

@@ -46,7 +46,7 @@ def sized(T: int, word: str = "token", **options: Any) -> Problem:
     return with_scheme(problem(1, T=T, H=512, I=384, E=8, K=2, **options), word).to("cuda")
 
 
-@pytest.mark.parametrize("T", [1, 2, 7, 17, 64, 300, 1100])
+@pytest.mark.parametrize("T", [1, 2, 7, 17, 64, 260, 300, 1100])
 @pytest.mark.parametrize("word", ["token", "static", "none"])
 def test_variants_give_the_same_bits(T: int, word: str) -> None:
     biases = {"w13_bias": torch.randn(8, 768), "w2_bias": torch.randn(8, 512)}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import offline
+import own_process
 import pytest
 import torch
 import triton
@@ -54,15 +55,20 @@ def test_two_programs_fit_a_multiprocessor(name: str, pair: tuple[Tile, Tile]) -
         tiles.shared_memory(tile, Product(128, 8, 512, 512, panels), HOPPER)
         for tile, panels in zip(pair, (2, 1), strict=True)
     ]
-    assert max(taken) - tiles.MORE_STREAM_BYTES < shared <= max(taken)
+    is_low = pair[0].block_m <= tiles.STREAM_FEW_ROWS
+    other = tiles.STREAM_BYTES if is_low else tiles.MORE_STREAM_BYTES
+    assert max(taken) - other < shared <= max(taken)
     assert f".maxnreg {stream.REGISTERS}" in text and f".reqntid {32 * WARPS}" in text
     assert 2 * 32 * WARPS * stream.REGISTERS <= MULTIPROCESSOR_REGISTERS
+    stack = int(re.findall(r"STACK:(\d+)", disassembled(compiled, "-res-usage"))[0])
     if name == "fp32" and pair[0].block_m == 80:
-        # The one kernel of which a multiprocessor has no room for two: values change hands in fp32.
+        # Not measured, and the one kernel that is short of room: values change hands in fp32, so
+        # that one program stays on a multiprocessor, and an epilogue's registers do not suffice.
         assert shared + PROGRAM_BYTES <= MULTIPROCESSOR_BYTES < 2 * (shared + PROGRAM_BYTES)
-        return
-    assert 2 * (shared + PROGRAM_BYTES) <= MULTIPROCESSOR_BYTES
-    assert "STACK:0" in disassembled(compiled, "-res-usage"), "registers do not suffice"
+        assert 0 < stack <= 128
+    else:
+        assert 2 * (shared + PROGRAM_BYTES) <= MULTIPROCESSOR_BYTES
+        assert stack == 0, "registers do not suffice"
 
 
 def disassembled(compiled: Any, what: str) -> str:
@@ -184,7 +190,7 @@ UP, DOWN = variant_tables.STREAM_PAIRS[0]
         (UP, replace(DOWN, block_n=256, block_k=128)),
         (UP, replace(DOWN, block_k=128)),
         (UP, replace(DOWN, block_m=32)),
-        *((replace(UP, block_m=m), replace(DOWN, block_m=m)) for m in (8, 24, 112, 128)),
+        *((replace(UP, block_m=m), replace(DOWN, block_m=m)) for m in (8, 24, 48, 96, 112, 128)),
         (UP, replace(DOWN, num_stages=2)),
         (UP, replace(DOWN, loads="both")),
     ],
@@ -325,3 +331,7 @@ def test_steps_and_tiles_cover_a_layer(H: int, I: int, pair: tuple[Tile, Tile]) 
     assert launch["BOXES"] * stream.BOX_K * stream.PANEL == 2 * up.block_n * up.block_k
     assert launch["BOXES"] * stream.BOX_K * stream.PANEL == down.block_n * down.block_k
     assert launch["DOWN_PANELS"] * stream.PANEL == down.block_n
+
+
+def test_generated_source() -> None:
+    own_process.run("generated_stream.py", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")

@@ -13,7 +13,7 @@
 #include <string.h>
 
 enum { CONSTANT = 0, ADDRESS = 1, SCRATCH = 2, OUTPUT = 3, MAP = 4 };
-enum { MOST_PARAMETERS = 64, MOST_ADDRESSES = 16, MOST_MAPS = 4, MOST_RANK = 5 };
+enum { MOST_PARAMETERS = 64, MOST_ADDRESSES = 16, MOST_MAPS = 6, MOST_RANK = 5 };
 
 // Of cuda.h as far as it is needed, which is not on every machine with a driver.
 enum { PROGRAMMATIC_STREAM_SERIALIZATION = 6, L2_PROMOTION_128B = 2 };
