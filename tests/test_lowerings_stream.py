@@ -109,6 +109,19 @@ def test_warps_wait_for_each_other(name: str) -> None:
 
 
 @pytest.mark.parametrize("pair", variant_tables.STREAM_PAIRS)
+def test_a_step_waits_for_the_bytes_that_are_asked_for(pair: tuple[Tile, Tile]) -> None:
+    """Weights by one warp, rows by another: of both products, with and without a tile's rest."""
+    text = offline.assembly(compiled_for("silu", pair))
+    up, down = pair
+    heights = {up.block_m} | ({64} if up.block_m == 80 else set())
+    weights = {2 * up.block_n * up.block_k}
+    assert weights == {down.block_n * down.block_k}
+    rows = {height * tile.block_k for height in heights for tile in pair}
+    waited = re.findall(r"mbarrier\.arrive\.expect_tx\.\S+ _, \[%r\d+\], (\d+);", text)
+    assert {int(size) for size in waited} == weights | rows
+
+
+@pytest.mark.parametrize("pair", variant_tables.STREAM_PAIRS)
 def test_results_stay_in_L2_until_they_are_read(pair: tuple[Tile, Tile]) -> None:
     """Those of few rows; the sum lets them go."""
     with variants.forced(Variant("fused", *pair)):
