@@ -49,12 +49,17 @@ def as_part(value, ROWS: gl.constexpr, num_warps: gl.constexpr):
 
 
 @gluon.jit
+def first_of(piece, SIZES: gl.constexpr, PART: gl.constexpr):
+    """Return the position of a part's first row."""
+    return piece[3] + PART * part_rows(SIZES[0], 0)
+
+
+@gluon.jit
 def rows_of(piece, SIZES: gl.constexpr, PART: gl.constexpr, num_warps: gl.constexpr):
     """Return the positions of a part's rows as its sums lie, the last one's for those past it."""
     ROWS: gl.constexpr = part_rows(SIZES[0], PART)
     layout: gl.constexpr = gl.SliceLayout(1, sums_like(ROWS, num_warps).type.layout)
-    first = piece[3] + PART * part_rows(SIZES[0], 0)
-    return gl.minimum(first + gl.arange(0, ROWS, layout), piece[4] - 1)
+    return gl.minimum(first_of(piece, SIZES, PART) + gl.arange(0, ROWS, layout), piece[4] - 1)
 
 
 @gluon.jit
@@ -62,8 +67,7 @@ def stored_rows_of(piece, SIZES: gl.constexpr, PART: gl.constexpr, num_warps: gl
     """Return the positions of a part's rows as they are stored, and which there are."""
     ROWS: gl.constexpr = part_rows(SIZES[0], PART)
     layout: gl.constexpr = gl.SliceLayout(1, store_layout(num_warps))
-    first = piece[3] + PART * part_rows(SIZES[0], 0)
-    position = first + gl.arange(0, ROWS, layout)
+    position = first_of(piece, SIZES, PART) + gl.arange(0, ROWS, layout)
     return position, position < piece[4]
 
 

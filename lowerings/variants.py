@@ -20,7 +20,14 @@ from .. import compat, compat_inductor
 from ..oracle import DeviceFacts
 from . import decode_tiles, tiles
 from .tiles import Product, Tile
-from .variant_tables import DESCRIPTOR_K, FEW_ROWS, fused_table, is_uneven, stream_table
+from .variant_tables import (
+    DESCRIPTOR_K,
+    FEW_ROWS,
+    STREAM_PAIRS,
+    fused_table,
+    is_uneven,
+    stream_table,
+)
 
 # Rows of tensor descriptors start at multiples of so many bytes, as do those of codes and floats
 # that are read by words.
@@ -44,7 +51,7 @@ ASYNC_CAPABILITY: Final = (9, 0)
 GROUP_ROWS: Final = 64
 # Columns of a block of weights of loads "stream", and rows of a tile: those that tests run.
 STREAM_COLUMNS: Final = 64
-STREAM_ROWS: Final = frozenset({16, 32, 64, 80})
+STREAM_ROWS: Final = frozenset(up.block_m for up, _ in STREAM_PAIRS)
 # Loads whose kernels are Gluon's.
 GLUON_LOADS: Final = {"async", "stream"}
 
